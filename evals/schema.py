@@ -1,0 +1,111 @@
+"""Records of what the replies mean: `Score`, `Comparison`, `Verdict`, `Attribution`.
+
+Unknown is None, never 0, -1 or NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal[
+    "ok",
+    "near-miss",
+    "stale",
+    "distractor",
+    "foreign",
+    "refusal",
+    "empty",
+    "loop",
+    "special-token",
+    "other",
+    "truncated",
+    "overflow",
+    "error",
+]
+MISSING: frozenset[str] = frozenset({"truncated", "overflow", "error"})
+"""Outcomes that are missing data with a reason: they leave the denominator and are gated apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The outcome of one replay, with where its fact stood."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    build_id: str
+    conversation_id: str
+    cluster_id: str
+    probe_id: str
+    probe_kind: str
+    rung: int
+    arm: str
+    repeat: int
+    outcome: Outcome
+    answer: str | None
+    """The value read out of the reply, as written there."""
+    gold_logprob: float | None = None
+    """Sum of natural-log probabilities of the gold answer's tokens."""
+    depth_pct: float | None = None
+    distance_tokens: int | None = None
+    distance_turns: int | None = None
+    context_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Baseline against candidate at one rung (None: pooled over the rungs named in `pooled_rungs`)."""
+
+    baseline: str
+    candidate: str
+    rung: int | None
+    pooled_rungs: tuple[int, ...] = ()
+    n_conversations: int
+    n_probes: int
+    n_missing: int
+    recall_baseline: float | None
+    recall_candidate: float | None
+    delta_recall: float | None
+    """candidate - baseline; negative is a loss."""
+    stderr: float | None
+    ci_low: float | None
+    ci_high: float | None
+    p_loss: float | None
+    """One-sided cluster-t p-value of "the candidate loses recall"."""
+    p_loss_signflip: float | None
+    p_loss_holm: float | None
+    lower_bound_t: float | None
+    """One-sided 95 % cluster-t lower bound of delta_recall."""
+    lower_bound_tango: float | None
+    """The same by Tango's score statistic with n_eff = conversations."""
+    lost: int
+    """Probes right on the baseline and wrong on the candidate."""
+    gained: int
+    e_loss: float | None = None
+    """Any-time-valid e-value against "no loss"; convicts at 1/alpha."""
+    e_equivalent: float | None = None
+    """Any-time-valid e-value against "loses at least the margin"; exonerates at 1/alpha."""
+
+
+VerdictName = Literal["culprit", "exonerated", "within-margin", "inconclusive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the campaign says of one patch, with the evidence it rests on."""
+
+    patch: str
+    verdict: VerdictName
+    delta_recall: float | None
+    """At the rung with the largest loss, or pooled: see `rung`."""
+    ci_low: float | None
+    ci_high: float | None
+    p_value: float | None
+    rung: int | None
+    n_conversations: int
+    n_probes: int
+    more_conversations_needed: int | None
+    """For an inconclusive verdict: how many further conversations would settle it."""
+    reason: str
+    """One sentence a reader can act on."""

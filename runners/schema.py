@@ -1,0 +1,111 @@
+"""Records of what was served and what it answered: `PatchSet`, `Build`, `Response`, `Replay`.
+
+Unknown is None, never 0, -1 or NaN.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Arm = Literal["warm", "cold", "branched", "free", "concat"]
+Role = Literal["suspect", "positive-control", "negative-control"]
+Expect = Literal["culprit", "exonerated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One change under suspicion: diffs, environment, launch arguments, or several of these."""
+
+    patch_id: str
+    title: str = ""
+    role: Role = "suspect"
+    diffs: tuple[str, ...] = ()
+    """Unified diff files, relative to the patchset file."""
+    env: dict[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    expect: Expect | None = None
+    """Known answer, where there is one; reported beside the verdict, never used by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSet:
+    """A base build and the patches under suspicion, read from a TOML file."""
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    path: str
+    engine: str
+    source: str | None = None
+    """Base source: None for the engine's own default (the reference build: this checkout)."""
+    env: dict[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    patches: tuple[Patch, ...]
+    margin: float | None = None
+    """Largest tolerable loss of recall (Delta); None: the engine's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a build is made of and what the server said it is; builds differ by the named patch only."""
+
+    source_hash: str
+    """sha256 over the sorted (relative path, file bytes) of the base source before the patch."""
+    tree_hash: str
+    """The same after the patch."""
+    diff_hash: str | None
+    args: tuple[str, ...]
+    env: dict[str, str]
+    packages: dict[str, str]
+    weights_hash: str | None = None
+    template_hash: str | None = None
+    tokenizer_hash: str | None = None
+    server_info: dict[str, object] | None = None
+    hardware: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One served arm: the base, the base again, or the base plus one patch."""
+
+    build_id: str
+    """"base", "base-again", or the patch id."""
+    patch_ids: tuple[str, ...]
+    role: Literal["base", "aa", "suspect", "positive-control", "negative-control"]
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What the server answered to one request."""
+
+    text: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    token_logprobs: tuple[float, ...] | None = None
+    """Natural-log probability of each generated token."""
+    gold_logprobs: tuple[float, ...] | None = None
+    """Natural-log probability of each token of the gold answer, forced after the prompt."""
+    ttft_ms: float | None = None
+    e2e_ms: float | None = None
+    error: str | None = None
+    """Class and message when nothing usable came back: "overflow: …", "timeout: …", "http 500: …"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """One probe asked of one build."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    build_id: str
+    conversation_id: str
+    probe_id: str
+    rung: int
+    arm: Arm
+    repeat: int
+    send_order: int
+    """Place in the order in which this run sent its requests, over all builds."""
+    response: Response
