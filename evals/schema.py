@@ -109,3 +109,64 @@ class Verdict:
     """For an inconclusive verdict: how many further conversations would settle it."""
     reason: str
     """One sentence a reader can act on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictConfig:
+    """Everything the verdict rule is told before the data are seen."""
+
+    margin: float = 0.10
+    """Delta: the largest loss of recall that still counts as none."""
+    alpha: float = 0.05
+    max_missing_difference: float = 0.01
+    """Verdicts are blocked when the share of missing replies differs by more than this between two builds."""
+    aa_alpha: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlResult:
+    """One control of the campaign: did it do what a sound campaign needs?"""
+
+    name: Literal["aa", "positive", "negative"]
+    build: str | None
+    """None: the campaign has no such control."""
+    passed: bool
+    detail: str
+    comparisons: tuple[Comparison, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """Replies of one build that are missing data, by outcome."""
+
+    build: str
+    n_planned: int
+    n_asked: int
+    by_outcome: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """Recall of one build at one rung with its conversation-clustered 95 % interval."""
+
+    build: str
+    rung: int
+    recall: float | None
+    ci_low: float | None
+    ci_high: float | None
+    n_conversations: int
+    n_probes: int
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """All that the analysis says of one campaign; recomputable offline from the stored scores."""
+
+    analysis_version: str
+    config: VerdictConfig
+    curves: tuple[CurvePoint, ...]
+    comparisons: tuple[Comparison, ...]
+    verdicts: tuple[Verdict, ...]
+    controls: tuple[ControlResult, ...]
+    missing: tuple[Missing, ...]

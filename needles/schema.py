@@ -60,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One planned prompt, `turns[:turn_end]` + `tail`: exactly `prompt_tokens` under the served tokenizer and template."""
+    """One planned prompt, `turns[:turn_end]` + `tail`: exactly `prompt_tokens` under the served template."""
 
     rung: int
     """Target context length in tokens, template included; `prompt_tokens` equals it."""
@@ -68,7 +68,7 @@ class Ask:
     turn_end: int
     """History sent: the conversation's turns[:turn_end]."""
     tail: tuple[Turn, ...]
-    """The branch: the asking user turn (with its padding), and the begun assistant turn if there is an answer_prefix."""
+    """The branch: the asking user turn (with its padding), and the begun assistant turn if any."""
     prompt_tokens: int
     fact_span: tuple[int, int] | None = None
     """Token span [start, end) of the live fact's statement in the prompt; None when nothing is planted."""
