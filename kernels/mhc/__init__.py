@@ -1,0 +1,5 @@
+"""Manifold-constrained hyper-connections of DeepSeek-V4, in every precision a serving engine has used."""
+
+from longrecall.kernels.mhc.mixing import PRECISIONS, MhcPre, Precision, mhc_head, mhc_post, mhc_pre, sinkhorn
+
+__all__ = ["PRECISIONS", "MhcPre", "Precision", "mhc_head", "mhc_post", "mhc_pre", "sinkhorn"]

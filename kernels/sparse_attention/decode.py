@@ -1,0 +1,96 @@
+"""Sparse decode attention: one query token per sequence over selected entries, split over keys and merged by LSE.
+
+    l_j = scale q·k_j over the entries j of the index list (-1: none)
+    split s: lse_s = logsumexp_j l_j,  out_s = sum_j exp(l_j - lse_s) v_j
+    LSE = logsumexp_s lse_s;  out = sum_s exp(lse_s - LSE) out_s;  a sink multiplies out by 1 / (1 + exp(sink - LSE))
+
+The sink enters the denominator once, never per split. Source: FlashMLA tests/ref.py, DeepSeek-V4 inference/model.py,
+sglang srt/layers/attention/deepseek_v4_backend.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Attended(NamedTuple):
+    """Attention over a set of entries, mergeable with others of the same queries."""
+
+    out: Tensor
+    """[..., H, Dv]; 0 where no entry is valid."""
+    lse: Tensor
+    """fp32 [..., H], natural log, without the sink; +inf where no entry is valid (FlashMLA's convention)."""
+
+
+def merge_splits(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> Attended:
+    """Merge partial attentions: outs [S, ..., H, Dv], lses [S, ..., H] -> out [..., H, Dv], lse [..., H], in fp32.
+
+    A split with lse of +inf or -inf holds no entry and adds nothing, whatever its out (NaN included).
+    `sink` [H] enters the denominator once; the returned lse is without it.
+    """
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(f"outs {list(outs.shape)} and lses {list(lses.shape)} are not of the same splits and heads")
+    empty = lses.isinf()
+    lse_s = lses.float().masked_fill(empty, float("-inf"))
+    total = lse_s.logsumexp(0)  # [..., H], -inf: no entry at all
+    nothing = total.isneginf()
+    share = (lse_s - total.masked_fill(nothing, 0.0)).exp_()  # 0 for an empty split
+    if sink is not None:
+        share = share * torch.sigmoid(total - sink.float())  # 1 / (1 + exp(sink - LSE))
+    out = (outs.float().masked_fill(empty[..., None], 0.0) * share[..., None]).sum(0)
+    return Attended(out, total.masked_fill(nothing, float("inf")))
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    split_size: int | None = None,
+) -> Attended:
+    """Attention of q [B, H, D] over the entries `indices` [B, K] (-1: none) of k [S, D] or [B, S, D], v likewise.
+
+    One key head shared by all query heads (MQA). fp32 arithmetic on the values given; out in the dtype of q, lse fp32.
+    `split_size`: keys per split (None: one split). Entries not named are never read: NaN there is harmless.
+    """
+    B, H, D = q.shape
+    shared = k.dim() == 2
+    if k.shape[-1] != D or k.shape[:-1] != v.shape[:-1] or (not shared and k.shape[0] != B):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
+    if indices.dim() != 2 or indices.shape[0] != B:
+        raise ValueError(f"indices has shape {list(indices.shape)}; q has {B} rows")
+    K = indices.shape[1]
+    if K == 0 or k.shape[-2] == 0:
+        out = q.new_zeros(B, H, v.shape[-1])
+        return Attended(out, torch.full((B, H), float("inf"), dtype=torch.float32, device=q.device))
+    dropped = indices < 0
+    safe = indices.clamp_min(0).long()
+    if shared:
+        flat = safe.reshape(-1)
+        chosen_k = k.index_select(0, flat).view(B, K, D).float()
+        chosen_v = v.index_select(0, flat).view(B, K, -1).float()
+    else:
+        rows = torch.arange(B, device=q.device)[:, None]
+        chosen_k, chosen_v = k[rows, safe].float(), v[rows, safe].float()
+    any_dropped = bool(dropped.any())
+    if any_dropped:
+        # 0 * NaN is NaN: a padded slot's value must go, not only its probability
+        chosen_v = chosen_v.masked_fill(dropped[..., None], 0.0)
+    logits = torch.bmm(q.float() * scale, chosen_k.transpose(1, 2))  # [B, H, K]
+    if any_dropped:
+        logits.masked_fill_(dropped[:, None], float("-inf"))
+    parts = []
+    step = K if split_size is None else split_size
+    if step < 1:
+        raise ValueError(f"split_size is {split_size}; at least 1")
+    for start in range(0, K, step):
+        part = logits[..., start : start + step]
+        lse = part.logsumexp(-1)
+        p = (part - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
+        parts.append((torch.bmm(p, chosen_v[:, start : start + step]), lse))
+    merged = merge_splits(torch.stack([o for o, _ in parts]), torch.stack([l for _, l in parts]), sink)
+    return Attended(merged.out.to(q.dtype), merged.lse)
