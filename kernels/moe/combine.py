@@ -15,16 +15,14 @@ def moe_sum_reduce(expert_out: Tensor, topk_weights: Tensor | None, routed_scali
 
     The factor multiplies every slot of the row, a fused shared expert included.
     """
-    T, K, C = expert_out.shape
+    T, K, _ = expert_out.shape
     if topk_weights is not None and topk_weights.shape != (T, K):
         raise ValueError(
             f"topk_weights has shape {tuple(topk_weights.shape)}; expert_out has {T} tokens of {K} experts"
         )
+    # scaling the [T, K] weights costs nothing next to a pass over [T, C]
     if topk_weights is None:
-        rows = torch.full((T, 1, K), routed_scaling_factor, dtype=torch.float32, device=expert_out.device)
+        rows = torch.full((T, K), routed_scaling_factor, dtype=torch.float32, device=expert_out.device)
     else:
-        # scaling the [T, K] weights costs nothing next to a pass over [T, C]
-        rows = (topk_weights.float() * routed_scaling_factor if routed_scaling_factor != 1.0 else topk_weights.float())[
-            :, None
-        ]
-    return torch.bmm(rows, expert_out.float()).squeeze(1).to(expert_out.dtype)
+        rows = topk_weights.float() * routed_scaling_factor
+    return torch.bmm(rows[:, None], expert_out.float()).squeeze(1).to(expert_out.dtype)

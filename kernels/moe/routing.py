@@ -116,7 +116,7 @@ def topk(
     columns K.. hold experts E, E+1, … at `shared_slot_weight` (None: the right one, 1 or 1/factor).
     ValueError when the sizes do not fit.
     """
-    T, E = gate_logits.shape
+    E = gate_logits.shape[1]
     if not 1 <= num_topk <= E:
         raise ValueError(f"num_topk is {num_topk}; it must be between 1 and the {E} experts of gate_logits")
     if num_groups < 1 or E % num_groups or not 1 <= topk_groups <= num_groups:
