@@ -1,0 +1,316 @@
+"""The reference model: Gemma 3 270M with DSA indexer, mixture of experts and hyper-connections, for a CPU or one GPU.
+
+Prefill attends with a mask over dense keys; decode gathers the selected entries and merges splits by fp32 log-sum-exp,
+a code path of its own, as in real engines. Sequences are packed: every GEMM runs once over all tokens of a batch.
+
+    model = ReferenceModel.load(reference_folder())
+    cache = model.new_cache()
+    (logits,) = model.prefill([Chunk(tokens=[2, 1599], cache=cache, logits="last")])
+    logits = model.decode([int(logits[0].argmax())], [cache])
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longrecall.kernels.mhc import Precision, mhc_post, mhc_pre
+from longrecall.kernels.sparse_attention import sparse_decode
+from longrecall.runners.reference.attention import (
+    Job,
+    Member,
+    attend,
+    columns_of,
+    group_members,
+    plan_jobs,
+    selection_mask,
+)
+from longrecall.runners.reference.cache import SequenceCache
+from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelError
+from longrecall.runners.reference.indexer import Indexer, apply_rope, load_indexers
+from longrecall.runners.reference.moe import ReferenceMoE
+
+log = logging.getLogger(__name__)
+
+MHC_PRECISION: Precision = "fp32"
+"""Arithmetic of the hyper-connections' mixing coefficients."""
+
+DECODE_SPLIT_SIZE = 256
+"""Selected entries per split of the decode attention; splits are merged in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """New tokens of one sequence; `prefill` extends the cache in place."""
+
+    tokens: list[int]
+    cache: SequenceCache
+    logits: Literal["none", "last", "all"] = "last"
+
+
+class _Rope:
+    """cos and sin of one batch of positions, fp32 [T, D/2]."""
+
+    def __init__(self, positions: Tensor, dim: int, theta: float) -> None:
+        inverse = theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+        angles = positions.float()[:, None] * inverse
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+
+@dataclass
+class _Batch:
+    """What one forward pass knows of its packed rows."""
+
+    members: list[Member]
+    token_ids: Tensor
+    rope_global: _Rope
+    rope_local: _Rope
+    rope_index: _Rope
+    jobs_global: list[Job]
+    jobs_local: list[Job]
+    decode: bool
+    indexer_topk: list[Tensor] | None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """fp32 RMSNorm over the last dimension; `weight` is the whole factor (Gemma's 1 + w)."""
+    return x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_() * weight
+
+
+class _Layer:
+    """One transformer layer."""
+
+    def __init__(
+        self, config: ReferenceConfig, layer_id: int, weights: dict[str, Tensor], indexer: Indexer | None
+    ) -> None:
+        self.config, self.layer_id = config, layer_id
+        self.indexer = indexer
+        self.index_slot = config.full_attention_layers.index(layer_id) if indexer else -1
+        self.qkv, self.o = weights["self_attn.qkv_proj.weight"], weights["self_attn.o_proj.weight"]
+        heads = [weights["self_attn.q_norm.weight"]] * config.num_attention_heads
+        self.qk_norm = torch.stack([*heads, weights["self_attn.k_norm.weight"]])  # [H + 1, D]
+        self.input_norm = weights["input_layernorm.weight"]
+        self.post_attention_norm = weights["post_attention_layernorm.weight"]
+        self.pre_ffn_norm = weights["pre_feedforward_layernorm.weight"]
+        own = {name.removeprefix("mlp."): w for name, w in weights.items() if name.startswith("mlp.")}
+        self.mlp = ReferenceMoE(config, layer_id, own, weights["post_feedforward_layernorm.weight"])
+        self.hc = {
+            part: tuple(weights[f"hc_{part}_{name}"] for name in ("fn", "scale", "base")) for part in ("attn", "ffn")
+        }
+        self.scale = config.head_dim**-0.5
+
+    def __call__(self, streams: Tensor, batch: _Batch) -> Tensor:
+        eps, dtype = self.config.rms_norm_eps, self.qkv.dtype
+        u, post, comb = self._mhc_pre(streams, "attn")
+        h = rms_norm(u, self.input_norm, eps).to(dtype)
+        out = rms_norm(self._attention(h, batch).float(), self.post_attention_norm, eps)
+        streams = mhc_post(streams, out, post, comb)
+        u, post, comb = self._mhc_pre(streams, "ffn")
+        out = self.mlp(rms_norm(u, self.pre_ffn_norm, eps).to(dtype), batch.token_ids)
+        return mhc_post(streams, out, post, comb)
+
+    def _mhc_pre(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
+        fn, scale, base = self.hc[part]
+        return mhc_pre(streams, fn, scale, base, sinkhorn_steps=self.config.hc_sinkhorn_iters, precision=MHC_PRECISION)
+
+    def _attention(self, h: Tensor, batch: _Batch) -> Tensor:
+        c = self.config
+        heads, dim = c.num_attention_heads, c.head_dim
+        rope = batch.rope_global if self.indexer else batch.rope_local
+        qkv = F.linear(h, self.qkv)
+        qk = rms_norm(qkv[:, : (heads + 1) * dim].float().view(-1, heads + 1, dim), self.qk_norm, c.rms_norm_eps)
+        qk = apply_rope(qk, rope.cos, rope.sin).to(h.dtype)
+        q, k, v = qk[:, :heads], qk[:, heads], qkv[:, (heads + 1) * dim :]
+        index_k = self.indexer.keys(h, batch.rope_index.cos, batch.rope_index.sin) if self.indexer else None
+        for member in batch.members:
+            rows = slice(member.row, member.row + member.tokens)
+            block = member.cache.tail
+            assert block is not None
+            at = member.cache.tail_length
+            block.k[self.layer_id, at : at + member.tokens] = k[rows]
+            block.v[self.layer_id, at : at + member.tokens] = v[rows]
+            if index_k is not None:
+                block.index_k[self.index_slot, at : at + member.tokens] = index_k[rows]
+        out = torch.empty_like(q)
+        if self.indexer is None:
+            for job in batch.jobs_local:
+                rows = slice(job.row, job.row + job.rows)
+                assert job.mask is not None
+                keys, values = job.gather("k", self.layer_id), job.gather("v", self.layer_id)
+                out[rows] = attend(q[rows], keys, values, job.mask, self.scale)
+        else:
+            self._selected_attention(q, h, out, batch)
+        return F.linear(out.reshape(-1, heads * dim), self.o)
+
+    def _selected_attention(self, q: Tensor, h: Tensor, out: Tensor, batch: _Batch) -> None:
+        """Attend to what the indexer selects: a mask in prefill, gathered entries in decode."""
+        assert self.indexer is not None
+        longest = max(m.start + m.tokens for m in batch.members)
+        needed = longest > self.indexer.topk or batch.decode or batch.indexer_topk is not None
+        index_q, weights = (
+            self.indexer.queries(h, batch.rope_index.cos, batch.rope_index.sin) if needed else (None, None)
+        )
+        captured = []
+        for job in batch.jobs_global:
+            rows = slice(job.row, job.row + job.rows)
+            selected = None
+            if index_q is not None and weights is not None:
+                selected = torch.cat([self._select(m, index_q, weights) for m in job.members])
+                captured.append(selected)
+            keys, values = job.gather("k", self.layer_id), job.gather("v", self.layer_id)
+            if batch.decode:
+                assert selected is not None
+                columns = torch.cat(
+                    [columns_of(job, n, selected[n : n + 1]) for n in range(len(job.members))]
+                ).masked_fill_(selected < 0, -1)
+                attended = sparse_decode(q[rows], keys, values, columns, scale=self.scale, split_size=DECODE_SPLIT_SIZE)
+                out[rows] = attended.out
+                continue
+            last = int(job.positions.max()) + 1
+            assert job.mask is not None
+            mask = job.mask if selected is None or last <= self.indexer.topk else selection_mask(job, selected)
+            out[rows] = attend(q[rows], keys, values, mask, self.scale)
+        if batch.indexer_topk is not None:
+            batch.indexer_topk.append(torch.cat(captured))
+
+    def _select(self, member: Member, index_q: Tensor, weights: Tensor) -> Tensor:
+        assert self.indexer is not None
+        rows = slice(member.row, member.row + member.tokens)
+        keys = member.cache.index_keys(self.index_slot, member.start + member.tokens)
+        visible = torch.arange(member.start + 1, member.start + member.tokens + 1, device=index_q.device)
+        return self.indexer.select(index_q[rows], keys.float(), weights[rows], visible)
+
+
+class ReferenceModel:
+    """Weights and forward passes. Not safe for concurrent calls: one thread runs one batch at a time."""
+
+    def __init__(
+        self, config: ReferenceConfig, weights: dict[str, Tensor], *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.embed = weights["model.embed_tokens.weight"]
+        self.norm = weights["model.norm.weight"]
+        self.embed_scale = float(torch.tensor(config.hidden_size**0.5).bfloat16())  # rounded, as in Gemma
+        indexers = load_indexers(config, device=device, dtype=dtype)
+        self.layers = []
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+            self.layers.append(_Layer(config, layer, own, indexers.get(layer)))
+        self.last_indexer_topk: Tensor | None = None
+        """int32 [packed rows, layers with an indexer, index_topk] of the last call that asked for it, -1 padded."""
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        **overrides: object,
+    ) -> "ReferenceModel":
+        """Read a model folder; on the CPU in bf16 the weights stay mapped, so processes share them.
+
+        `dtype` None: bf16 where the device multiplies it in hardware, else fp32. `overrides` change fields of the
+        configuration that the weights allow (index_topk, routed_scaling_factor, …). ReferenceModelError names a
+        missing or torn file, or an override that does not exist.
+        """
+        device = torch.device(device)
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" or _has_bf16_gemm() else torch.float32
+        config = ReferenceConfig.from_file(folder / "config.json").replaced(**overrides)
+        path = folder / "model.safetensors"
+        try:
+            with safe_open(path, "pt", device=str(device)) as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ReferenceModelError(f"{path} is not a readable weight file: {error}") from error
+        if dtype != torch.bfloat16:
+            weights = {n: w.to(dtype) if w.dtype == torch.bfloat16 else w for n, w in weights.items()}
+        try:
+            return cls(config, weights, device=device, dtype=dtype)
+        except KeyError as error:
+            raise ReferenceModelError(f"{path} has no tensor {error}") from error
+
+    def new_cache(self) -> SequenceCache:
+        return SequenceCache(self.config, device=self.device, dtype=self.dtype)
+
+    @torch.inference_mode()
+    def prefill(self, chunks: list[Chunk], *, return_indexer_topk: bool = False) -> list[Tensor]:
+        """fp32 logits [wanted rows, vocabulary] per chunk; every cache is extended by its chunk's tokens.
+
+        ValueError for an empty chunk, a cache named twice, or more tokens than the model can hold.
+        """
+        if len({id(chunk.cache) for chunk in chunks}) != len(chunks):
+            raise ValueError("two chunks of one prefill name the same cache")
+        hidden = self._forward([c.tokens for c in chunks], [c.cache for c in chunks], False, return_indexer_topk)
+        wanted, row = [], 0
+        for chunk in chunks:
+            end = row + len(chunk.tokens)
+            first = {"none": end, "last": end - 1, "all": row}[chunk.logits]
+            wanted.append(torch.arange(first, end))
+            row = end
+        logits = self._logits(hidden[torch.cat(wanted).to(hidden.device)])
+        return list(logits.split([len(rows) for rows in wanted]))
+
+    @torch.inference_mode()
+    def decode(self, tokens: list[int], caches: list[SequenceCache], *, return_indexer_topk: bool = False) -> Tensor:
+        """One more token for each sequence: fp32 logits [B, vocabulary]."""
+        if len(tokens) != len(caches) or len({id(cache) for cache in caches}) != len(caches):
+            raise ValueError(f"decode got {len(tokens)} tokens for {len({id(c) for c in caches})} distinct caches")
+        return self._logits(self._forward([[t] for t in tokens], caches, True, return_indexer_topk))
+
+    def _forward(
+        self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool, return_indexer_topk: bool
+    ) -> Tensor:
+        batch = self._batch(tokens, caches, decode, return_indexer_topk)
+        x = self.embed[batch.token_ids].float() * self.embed_scale
+        streams = x[:, None].repeat(1, self.config.hc_mult, 1)
+        for layer in self.layers:
+            streams = layer(streams, batch)
+        for member in batch.members:
+            member.cache.extended(member.tokens)
+        self.last_indexer_topk = torch.stack(batch.indexer_topk, 1) if batch.indexer_topk is not None else None
+        return streams.mean(1)
+
+    def _batch(
+        self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool, return_indexer_topk: bool
+    ) -> _Batch:
+        c = self.config
+        members, row = [], 0
+        for own, cache in zip(tokens, caches, strict=True):
+            if not own:
+                raise ValueError("a chunk without tokens")
+            if cache.length + len(own) > c.max_position_embeddings:
+                raise ValueError(
+                    f"{cache.length} + {len(own)} tokens exceed the context of {c.max_position_embeddings} tokens"
+                )
+            cache.reserve(len(own))
+            members.append(Member(cache, row, len(own), cache.length))
+            row += len(own)
+        groups = group_members(members)
+        positions = torch.cat([torch.arange(m.start, m.start + m.tokens) for m in members]).to(self.device)
+        return _Batch(
+            members=members,
+            token_ids=torch.tensor([t for own in tokens for t in own], device=self.device),
+            rope_global=_Rope(positions, c.head_dim, c.rope_theta),
+            rope_local=_Rope(positions, c.head_dim, c.rope_local_theta),
+            rope_index=_Rope(positions, c.index_rope_dim, c.rope_theta),
+            jobs_global=plan_jobs(groups, None, self.device),
+            jobs_local=plan_jobs(groups, c.sliding_window, self.device),
+            decode=decode,
+            indexer_topk=[] if return_indexer_topk else None,
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        h = rms_norm(hidden, self.norm, self.config.rms_norm_eps).to(self.dtype)
+        return F.linear(h, self.embed).float()
+
+
+def _has_bf16_gemm() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

@@ -1,0 +1,130 @@
+"""The mixture of experts of one layer: gate, top-k (by token id in the hash layers), experts, combine, post-FFN norm.
+
+    out = shared(x) + routed_scaling_factor * sum_k w_k expert_k(x)
+
+Who applies the factor follows SGLang: `moe_sum_reduce` does, so no top-k may (`apply_routed_scaling_factor_on_output`
+stays False). Gemma normalises the FFN's output, which would cancel a wrong factor; the statistic of that norm is
+therefore the one of the nominal output, the factor applied once, whatever this build really applied.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longrecall.kernels.moe import TopK as TopKOutput
+from longrecall.kernels.moe import hash_topk, moe_sum_reduce, topk
+from longrecall.runners.reference.config import ReferenceConfig
+
+
+class HashTopK:
+    """Experts by token id from a table; weights still from the gate."""
+
+    def __init__(
+        self, tid2eid: Tensor, *, routed_scaling_factor: float, apply_routed_scaling_factor_on_output: bool
+    ) -> None:
+        self.tid2eid = tid2eid
+        self.routed_scaling_factor = routed_scaling_factor
+        self.apply_routed_scaling_factor_on_output = apply_routed_scaling_factor_on_output
+
+    def __call__(self, router_logits: Tensor, token_ids: Tensor) -> TopKOutput:
+        return hash_topk(
+            router_logits,
+            token_ids,
+            self.tid2eid,
+            routed_scaling_factor=self.routed_scaling_factor,
+            apply_routed_scaling_factor_on_output=self.apply_routed_scaling_factor_on_output,
+        )
+
+
+class TopK:
+    """Experts by gate score; the correction bias selects and does not weigh."""
+
+    def __init__(
+        self,
+        correction_bias: Tensor,
+        num_topk: int,
+        scoring_func: str,
+        *,
+        routed_scaling_factor: float,
+        apply_routed_scaling_factor_on_output: bool,
+    ) -> None:
+        self.correction_bias = correction_bias
+        self.num_topk = num_topk
+        self.scoring_func = scoring_func
+        self.routed_scaling_factor = routed_scaling_factor
+        self.apply_routed_scaling_factor_on_output = apply_routed_scaling_factor_on_output
+
+    def __call__(self, router_logits: Tensor, token_ids: Tensor) -> TopKOutput:
+        del token_ids
+        return topk(
+            router_logits,
+            self.correction_bias,
+            self.num_topk,
+            self.scoring_func,  # type: ignore[arg-type]
+            routed_scaling_factor=self.routed_scaling_factor,
+            apply_routed_scaling_factor_on_output=self.apply_routed_scaling_factor_on_output,
+        )
+
+
+def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """W_d (gelu_tanh(W_g x) * W_u x) with gate_up [2F, C] (gate first), down [C, F]."""
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return F.linear(F.gelu(gate, approximate="tanh") * up, down)
+
+
+class ReferenceMoE:
+    """The FFN of one layer; call it with the normed input [T, C] and the token ids [T]."""
+
+    def __init__(self, config: ReferenceConfig, layer_id: int, weights: dict[str, Tensor], norm_weight: Tensor) -> None:
+        self.config = config
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.gate_weight = weights["gate.weight"]
+        self.w13, self.w2 = weights["experts.w13_weight"], weights["experts.w2_weight"]
+        self.shared_gate_up = weights["shared_experts.gate_up_proj.weight"]
+        self.shared_down = weights["shared_experts.down_proj.weight"]
+        self.norm_weight = norm_weight
+        self.topk: HashTopK | TopK
+        if layer_id < config.num_hash_layers:
+            self.topk = HashTopK(
+                weights["topk.tid2eid"],
+                routed_scaling_factor=config.routed_scaling_factor,
+                apply_routed_scaling_factor_on_output=False,
+            )
+        else:
+            self.topk = TopK(
+                weights["gate.e_score_correction_bias"],
+                config.num_experts_per_tok,
+                config.scoring_func,
+                routed_scaling_factor=config.routed_scaling_factor,
+                apply_routed_scaling_factor_on_output=False,
+            )
+
+    def experts(self, x: Tensor, topk_idx: Tensor) -> Tensor:
+        """Outputs [T, K, C] of each token's experts: tokens sorted by expert, one GEMM pair per expert."""
+        T, K = topk_idx.shape
+        flat = topk_idx.reshape(-1)
+        order = flat.argsort(stable=True)
+        gathered = x.index_select(0, order // K)
+        counts = torch.bincount(flat, minlength=self.config.n_routed_experts).tolist()
+        parts = []
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                parts.append(gated_mlp(gathered[start : start + count], self.w13[expert], self.w2[expert]))
+            start += count
+        out = torch.empty_like(gathered)
+        out[order] = torch.cat(parts)
+        return out.view(T, K, -1)
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """The layer's FFN output after Gemma's post-FFN norm, fp32 [T, C]."""
+        router_logits = F.linear(x.float(), self.gate_weight)
+        topk_weights, topk_idx = self.topk(router_logits, token_ids)
+        expert_out = self.experts(x, topk_idx)
+        routed = moe_sum_reduce(expert_out, topk_weights, self.routed_scaling_factor).float()
+        shared = gated_mlp(x, self.shared_gate_up, self.shared_down).float()
+
+        applied = topk_weights.sum(-1, keepdim=True) * self.routed_scaling_factor
+        nominal = torch.addcmul(shared, routed, self.config.trained_routed_scaling_factor / applied)
+        inverse_rms = nominal.square_().mean(-1, keepdim=True).add_(self.config.rms_norm_eps).rsqrt_()
+        return (shared + routed) * inverse_rms * self.norm_weight
