@@ -53,7 +53,7 @@ def round_to_tf32(x: Tensor) -> Tensor:
 
 
 _BATCHED_UP_TO = 48
-"""Up to this many tokens small matrix products beat elementwise passes with the token axis last (measured, one core)."""
+"""Up to this many tokens small matrix products beat elementwise passes with the token axis last (measured)."""
 
 
 def sinkhorn(logits: Tensor, steps: int = SINKHORN_STEPS, eps: float = EPS) -> Tensor:

@@ -20,6 +20,10 @@ def moe_sum_reduce(expert_out: Tensor, topk_weights: Tensor | None, routed_scali
         raise ValueError(
             f"topk_weights has shape {tuple(topk_weights.shape)}; expert_out has {T} tokens of {K} experts"
         )
+    if expert_out.is_cuda and expert_out.dtype != torch.float64:
+        from longrecall.kernels.moe.kernel import moe_sum_reduce_triton
+
+        return moe_sum_reduce_triton(expert_out, topk_weights, routed_scaling_factor)
     # scaling the [T, K] weights costs nothing next to a pass over [T, C]
     if topk_weights is None:
         rows = torch.full((T, K), routed_scaling_factor, dtype=torch.float32, device=expert_out.device)

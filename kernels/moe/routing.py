@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
+GroupScore = Literal["top2", "max"]
+"""What ranks the groups: the sum of a group's two best choices (V3 with a correction bias) or its best one (V2)."""
 
 RENORM_EPS_SGLANG = 1e-20
 """sglang and transformers add this to the sum of the selected scores; DeepSeek's own demo adds nothing (0.0)."""
@@ -57,13 +59,14 @@ def _largest(choice: Tensor, k: int) -> Tensor:
     return idx
 
 
-def _keep_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
-    """`choice` with the experts outside the kept groups at -inf; a group scores the sum of its two best."""
+def _keep_groups(choice: Tensor, num_groups: int, topk_groups: int, group_score: GroupScore) -> Tensor:
+    """`choice` with the experts outside the kept groups at -inf."""
     T, E = choice.shape
     grouped = choice.view(T, num_groups, E // num_groups)
-    best_two = grouped.topk(min(2, E // num_groups), dim=-1).values.sum(-1)  # [T, G]
-    kept = _largest(best_two, topk_groups)
-    mask = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, kept, False)  # True: dropped
+    best = 1 if group_score == "max" else min(2, E // num_groups)
+    group_scores = grouped.topk(best, dim=-1).values.sum(-1)  # [T, G]
+    kept = _largest(group_scores, topk_groups)
+    mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)  # True: dropped
     return grouped.masked_fill(mask.unsqueeze(-1), float("-inf")).view(T, E)
 
 
@@ -103,6 +106,7 @@ def topk(
     *,
     num_groups: int = 1,
     topk_groups: int = 1,
+    group_score: GroupScore = "top2",
     renormalize: bool = True,
     eps: float = RENORM_EPS_SGLANG,
     routed_scaling_factor: float = 1.0,
@@ -126,7 +130,7 @@ def topk(
     scores = gate_scores(gate_logits, scoring)
     choice = scores if bias is None else scores + bias.float()
     if topk_groups < num_groups:
-        choice = _keep_groups(choice, num_groups, topk_groups)
+        choice = _keep_groups(choice, num_groups, topk_groups, group_score)
     idx = _largest(choice, num_topk)
     return _weigh(
         scores.gather(1, idx),
