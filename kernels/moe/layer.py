@@ -20,10 +20,12 @@ from longrecall.kernels.moe.formats import ExpertFormat, pack_experts
 from longrecall.kernels.moe.presets import MoePreset
 from longrecall.kernels.moe.routing import TopK, hash_topk, topk
 
-Placement = Literal["topk", "reduce", "both", "neither"] PLACEMENTS: tuple[Placement, ...] = ("topk", "reduce",
-"both", "neither") SharedSlot = Literal["matched", "inverse", "one"] """Weight of a fused shared slot. matched: 1 when
-the top-k scales, else 1/factor, so that a later multiply of the row leaves it at 1. inverse: always 1/factor (too
-small by the factor when the top-k scales). one: always 1 (too large by the factor when the sum-reduce scales)."""
+Placement = Literal["topk", "reduce", "both", "neither"]
+PLACEMENTS: tuple[Placement, ...] = ("topk", "reduce", "both", "neither")
+SharedSlot = Literal["matched", "inverse", "one"]
+"""Weight of a fused shared slot. matched: 1 when the top-k scales, else 1/factor, so that a later multiply of the row
+leaves it at 1. inverse: always 1/factor (too small by the factor when the top-k scales). one: always 1 (too large by
+the factor when the sum-reduce scales)."""
 
 
 @dataclass(frozen=True, kw_only=True)
