@@ -24,6 +24,10 @@ class Patch:
     """Unified diff files, relative to the patchset file."""
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
+    endpoint: str | None = None
+    """A server that already runs (engine "openai"): its base URL stands for the patched build."""
+    changes: tuple[str, ...] = ()
+    """Keys of the server's own report (/server_info) that this patch is meant to change."""
     expect: Expect | None = None
     """Known answer, where there is one; reported beside the verdict, never used by it."""
 
@@ -37,12 +41,14 @@ class PatchSet:
     path: str
     engine: str
     source: str | None = None
-    """Base source: None for the engine's own default (the reference build: this checkout)."""
+    """Base source (for engine "openai" the base URL); None: the engine's own (the reference build: this checkout)."""
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     patches: tuple[Patch, ...]
     margin: float | None = None
     """Largest tolerable loss of recall (Delta); None: the engine's default."""
+    onset_tokens: int | None = None
+    """Longest context at which top-k selection is still the identity; None: the engine's own, if it knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,424 @@
+"""Builds: base, base again, and the base plus one patch each; made, described and compared.
+
+    tree = copy of the base source + the patch's diffs      content-addressed in the cache, read-only, hard-linked
+    manifest = hashes of base, tree and diff, launch arguments, environment, package versions, weights, hardware,
+               and what the server says of itself
+
+Two builds of one campaign may differ by the named patch and by nothing else. `differences` computes from the patch
+what may differ and returns everything that does and may not; a campaign with such a difference is refused.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from longrecall.runners.diffs import DiffError, apply_diff
+from longrecall.runners.engines import ROOT, Engine, is_volatile
+from longrecall.runners.patchset import read_diffs
+from longrecall.runners.schema import Build, Manifest, Patch, PatchSet
+
+BASE = "base"
+BASE_AGAIN = "base-again"
+SOURCE_SUFFIXES = frozenset({".py", ".json", ".toml", ".jinja", ".safetensors", ".txt"})
+_KEEP_TREES_S = 14 * 86400
+_PASSED_ENV = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LONGRECALL_CACHE",
+    "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES",
+)  # fmt: skip
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+# An editable install adds an import hook that would complete a patched tree from the checkout: a module deleted by a
+# patch, or one never copied, would silently come from there. Python runs this at start-up, from the tree.
+_SITECUSTOMIZE = '''\
+"""Keep imports of this build inside this build: drop the import hooks of editable installs of longrecall."""
+
+import sys
+
+
+def _is_ours(thing):
+    name = getattr(thing, "__module__", "") or getattr(type(thing), "__module__", "")
+    return name.startswith("__editable___longrecall")
+
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
+sys.path_hooks[:] = [hook for hook in sys.path_hooks if not _is_ours(hook)]
+sys.path[:] = [entry for entry in sys.path if not entry.startswith("__editable__.longrecall")]
+sys.path_importer_cache.clear()
+'''
+
+
+class BuildError(ValueError):
+    """A build that cannot be made, or that differs from the base by more than its patch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBuild:
+    """A build ready to be launched (or, for engine "openai", to be asked)."""
+
+    build: Build
+    tree: Path | None
+    command: tuple[str, ...]
+    """With "{port}" for the port."""
+    env: dict[str, str]
+    """The whole environment of the process."""
+    endpoint: str | None = None
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of longrecall: LONGRECALL_CACHE or ~/.cache/longrecall."""
+    given = os.environ.get("LONGRECALL_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longrecall"
+
+
+def source_files(root: Path, folders: Sequence[str]) -> Iterator[Path]:
+    """Code files below `root`'s folders, relative and sorted: what git would track, without asking git."""
+    for folder in sorted(folders):
+        for path in sorted((root / folder).rglob("*")):
+            relative = path.relative_to(root)
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+            if path.is_file() and path.suffix in SOURCE_SUFFIXES and not hidden:
+                yield relative
+
+
+def hash_tree(root: Path, folders: Sequence[str]) -> str:
+    """sha256 over the sorted (relative path, file bytes)."""
+    digest = hashlib.sha256()
+    for relative in source_files(root, folders):
+        data = (root / relative).read_bytes()
+        digest.update(f"{relative.as_posix()}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _new_temp(store: Path) -> Path:
+    store.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".tmp-{os.getpid()}-", dir=store))
+
+
+def clean_store(store: Path) -> list[Path]:
+    """Remove half-made trees of processes that are gone, and trees nobody used for two weeks; returns them."""
+    removed = []
+    for path in store.glob(".tmp-*") if store.is_dir() else ():
+        pid = path.name.split("-")[1]
+        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+            removed.append(path)
+    for path in store.glob("[0-9a-f]*") if store.is_dir() else ():
+        if time.time() - path.stat().st_mtime > _KEEP_TREES_S:
+            removed.append(path)
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+def _finish_tree(temp: Path, store: Path, folders: Sequence[str]) -> tuple[Path, str]:
+    """Give a made tree its links and its content-addressed name."""
+    links = temp / ".ns" / "longrecall"
+    links.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        (links / folder).symlink_to(Path("../..") / folder)
+    (temp / ".ns" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    tree_hash = hash_tree(temp, folders)
+    final = store / tree_hash[:16]
+    if final.is_dir():
+        if hash_tree(final, folders) == tree_hash:
+            os.utime(final)
+            shutil.rmtree(temp)
+            return final, tree_hash
+        shutil.rmtree(final)  # somebody edited a cached tree
+    os.replace(temp, final)
+    return final, tree_hash
+
+
+def make_base_tree(root: Path, folders: Sequence[str], store: Path) -> tuple[Path, str]:
+    """Copy the base source into the store; returns its folder and hash.
+
+    The hash is of the copied bytes, so an edit of the checkout during the copy cannot make it lie.
+    """
+    temp = _new_temp(store)
+    try:
+        for relative in source_files(root, folders):
+            target = temp / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / relative, target)
+            target.chmod(0o444)  # shared by hard links: an edit in place would change every build
+        return _finish_tree(temp, store, folders)
+    except OSError as problem:
+        raise BuildError(f"cannot copy the base source from {root} to {store}: {problem}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def make_patched_tree(
+    base: Path, folders: Sequence[str], store: Path, diffs: Sequence[tuple[str, str]], patch_id: str
+) -> tuple[Path, str]:
+    """The base tree with `diffs` applied; unchanged files are hard links to the base's.
+
+    Raises:
+        BuildError: a diff does not apply exactly, or touches files that are no part of the base source.
+    """
+    temp = _new_temp(store)
+    try:
+        for relative in source_files(base, folders):
+            target = temp / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(base / relative, target)
+        for name, text in diffs:
+            for path in apply_diff(temp, text, name):
+                if path.split("/")[0] not in folders or Path(path).suffix not in SOURCE_SUFFIXES:
+                    raise BuildError(
+                        f"patch {patch_id!r}: {name} changes {path}, which is no part of the base source"
+                        f" ({', '.join(f'{folder}/' for folder in folders)})"
+                    )
+        return _finish_tree(temp, store, folders)
+    except DiffError as problem:
+        raise BuildError(f"patch {patch_id!r}: {problem}") from None
+    except OSError as problem:
+        raise BuildError(f"patch {patch_id!r}: its tree cannot be made in {store}: {problem}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def hardware() -> str:
+    """One line naming the processor; what a server runs on beyond it the server itself reports."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{model} x {os.cpu_count()}, {platform.system()} {platform.machine()}"
+
+
+def package_versions(names: Sequence[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def recorded_env(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for a manifest: values of variables that look like secrets are replaced by a hash."""
+    return {
+        name: f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:12]}" if _SECRET.search(name) else value
+        for name, value in sorted(env.items())
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """The served weights and tokenizer, with their hashes."""
+
+    path: Path
+    weights_hash: str | None
+    tokenizer_hash: str | None
+    template_hash: str | None
+
+
+def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, threads: int) -> list[PreparedBuild]:
+    """Make every build of a patchset: base, base again, then one for each patch.
+
+    Raises:
+        BuildError: a tree cannot be made, or two builds differ by more than the named patch.
+    """
+    store = cache_dir() / "builds"
+    clean_store(store)
+    base_tree, source_hash = make_base_tree(ROOT, engine.source_folders, store)
+    packages = package_versions(engine.packages)
+    machine = hardware()
+    prepared = []
+    members: list[tuple[str, Patch | None]] = [(BASE, None), (BASE_AGAIN, None)]
+    members += [(patch.patch_id, patch) for patch in patchset.patches]
+    for build_id, patch in members:
+        diffs = read_diffs(patchset, patch) if patch else ()
+        tree, tree_hash = base_tree, source_hash
+        if diffs and patch:
+            tree, tree_hash = make_patched_tree(base_tree, engine.source_folders, store, diffs, patch.patch_id)
+            if tree_hash == source_hash:
+                raise BuildError(f"patch {patch.patch_id!r}: its diffs leave the source as it was")
+        declared = declared_env(patchset, patch, threads)
+        args = patchset.args + (patch.args if patch else ())
+        manifest = Manifest(
+            source_hash=source_hash,
+            tree_hash=tree_hash,
+            diff_hash=diff_hash(diffs),
+            args=("--threads", str(threads), *args),
+            env=recorded_env(declared),
+            packages=packages,
+            weights_hash=model.weights_hash,
+            template_hash=model.template_hash,
+            tokenizer_hash=model.tokenizer_hash,
+            hardware=machine,
+        )
+        role = "base" if build_id == BASE else "aa" if patch is None else patch.role
+        env = {name: os.environ[name] for name in _PASSED_ENV if name in os.environ}
+        env |= declared | {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
+        prepared.append(
+            PreparedBuild(
+                build=Build(
+                    build_id=build_id, patch_ids=(build_id,) if patch else (), role=role, manifest=manifest
+                ),
+                tree=tree,
+                command=engine.command(model.path, threads, args),
+                env=env,
+            )
+        )  # fmt: skip
+    check_builds([item.build for item in prepared], patchset, engine)
+    return prepared
+
+
+def declared_env(patchset: PatchSet, patch: Patch | None, threads: int) -> dict[str, str]:
+    """What the campaign sets on purpose: thread counts, no network, then the patchset's and the patch's variables."""
+    fixed = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return fixed | patchset.env | (patch.env if patch else {})
+
+
+def given_builds(patchset: PatchSet) -> list[PreparedBuild]:
+    """The builds of engine "openai": servers that run already, known by their URLs alone."""
+    members: list[tuple[str, Patch | None]] = [(BASE, None), (BASE_AGAIN, None)]
+    members += [(patch.patch_id, patch) for patch in patchset.patches]
+    return [
+        PreparedBuild(
+            build=Build(
+                build_id=build_id,
+                patch_ids=(build_id,) if patch else (),
+                role="base" if build_id == BASE else "aa" if patch is None else patch.role,
+            ),
+            tree=None,
+            command=(),
+            env={},
+            endpoint=patch.endpoint if patch else patchset.source,
+        )
+        for build_id, patch in members
+    ]
+
+
+def diff_hash(diffs: Sequence[tuple[str, str]]) -> str | None:
+    """sha256 over the diffs' texts in order; None without diffs."""
+    if not diffs:
+        return None
+    return hashlib.sha256("\0".join(text for _, text in diffs).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing in which a build differs from the base, and which its patch does not name."""
+
+    what: str
+    base: object
+    candidate: object
+
+    def __str__(self) -> str:
+        return f"{self.what}: base {_short(self.base)}, here {_short(self.candidate)}"
+
+
+def _short(value: object) -> str:
+    text = "(absent)" if value is None else repr(value)
+    return text if len(text) <= 120 else text[:117] + "…"
+
+
+def differences(
+    base: Manifest, candidate: Manifest, patchset: PatchSet, patch: Patch | None, engine: Engine
+) -> list[Difference]:
+    """What differs between two manifests beyond `patch` (None: nothing may differ)."""
+    found = []
+
+    def expect(what: str, wanted: object, got: object) -> None:
+        if wanted != got:
+            found.append(Difference(what=what, base=wanted, candidate=got))
+
+    patched = patch is not None and bool(patch.diffs)
+    expect("source", base.source_hash, candidate.source_hash)
+    if not patched:
+        expect("tree", base.tree_hash, candidate.tree_hash)
+    expect("diff", diff_hash(read_diffs(patchset, patch)) if patch else None, candidate.diff_hash)
+    expect("arguments", base.args + (patch.args if patch else ()), candidate.args)
+    wanted_env = base.env | recorded_env(patch.env if patch else {})
+    for name in sorted(wanted_env.keys() | candidate.env.keys()):
+        expect(f"environment {name}", wanted_env.get(name), candidate.env.get(name))
+    for name in sorted(base.packages.keys() | candidate.packages.keys()):
+        expect(f"package {name}", base.packages.get(name), candidate.packages.get(name))
+    for name in ("weights_hash", "template_hash", "tokenizer_hash", "hardware"):
+        expect(name, getattr(base, name), getattr(candidate, name))
+    if base.server_info is not None or candidate.server_info is not None:
+        allowed = allowed_server_keys(patch)
+        told_base, told = flatten(base.server_info or {}), flatten(candidate.server_info or {})
+        for key in sorted(told_base.keys() | told.keys()):
+            parts = key.split(".")
+            if allowed.intersection(parts) or any(is_volatile(engine, part) for part in parts):
+                continue
+            if patched and parts[-1] in SOURCE_KEYS:
+                continue
+            expect(f"server_info {key}", told_base.get(key), told.get(key))
+    return found
+
+
+SOURCE_KEYS = frozenset({"source_hash", "tree_hash"})
+"""Keys under which a server may report the hash of its own source; a diff changes them."""
+
+
+def allowed_server_keys(patch: Patch | None) -> set[str]:
+    """Keys of the server's report that a patch may change: those it declares, and those its arguments name."""
+    if patch is None:
+        return set()
+    named = {arg.lstrip("-").partition("=")[0].replace("-", "_") for arg in patch.args if arg.startswith("--")}
+    return named | set(patch.changes) | {"args", "argv", "command"} if patch.args else set(patch.changes)
+
+
+def flatten(value: object, prefix: str = "") -> dict[str, object]:
+    """Nested tables as one with dotted keys; lists stay whole."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for key, item in value.items():
+        flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def check_builds(builds: Sequence[Build], patchset: PatchSet, engine: Engine) -> None:
+    """Refuse builds that differ from the base by more than their patch.
+
+    Raises:
+        BuildError: naming the build and each difference.
+    """
+    manifests = {build.build_id: build.manifest for build in builds}
+    base = manifests.get(BASE)
+    if base is None:
+        return
+    patches = {patch.patch_id: patch for patch in patchset.patches}
+    lines = []
+    for build in builds:
+        if build.build_id == BASE or build.manifest is None:
+            continue
+        patch = patches.get(build.build_id)
+        for difference in differences(base, build.manifest, patchset, patch, engine):
+            lines.append(f"  {build.build_id}: {difference}")
+    if lines:
+        raise BuildError(
+            "builds differ by more than the named patch; a verdict would not be about the patch:\n" + "\n".join(lines)
+        )
+
+
+def with_server_info(build: Build, info: dict[str, object] | None) -> Build:
+    """`build` with what its server says of itself in the manifest."""
+    if build.manifest is None or info is None:
+        return build
+    return replace(build, manifest=replace(build.manifest, server_info=info))

@@ -1,0 +1,199 @@
+"""Patchset files: a base build and the patches under suspicion, in TOML, read strictly.
+
+    name = "reference"
+    engine = "reference"            # reference, openai, llamacpp, …: runners/engines.py
+    margin = 0.10                   # largest loss of recall that still counts as none
+    args = ["--index-topk", "512"]  # launch arguments of every build
+    env = { LONGRECALL_LOG = "info" }
+
+    [[patch]]
+    id = "index-keys-fp8"
+    title = "fp8 index keys, per-token scale"
+    diffs = ["patches/index-keys-fp8.diff"]   # relative to this file
+    expect = "exonerated"
+
+A key that is not known is an error that names the nearest one that is: a misspelt `diff = […]` would otherwise
+serve the unpatched base under the patch's name, and exonerate it.
+"""
+
+import difflib
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from longrecall.runners.schema import Expect, Patch, PatchSet, Role
+
+RESERVED_IDS = frozenset({"base", "base-again"})
+_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TOP_KEYS = ("schema_version", "name", "engine", "source", "env", "args", "margin", "onset_tokens", "patch")
+_PATCH_KEYS = ("id", "title", "role", "diffs", "env", "args", "endpoint", "changes", "expect")
+
+
+class PatchsetError(ValueError):
+    """A patchset file that cannot be used; the message names the file and the value."""
+
+
+def _unknown(key: str, known: tuple[str, ...], where: str) -> PatchsetError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return PatchsetError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _check_keys(table: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise _unknown(key, known, where)
+
+
+def _string(table: Mapping[str, object], key: str, where: str, *, default: str | None = None) -> str:
+    value = table.get(key, default)
+    if value is None:
+        raise PatchsetError(f"{where}: key {key!r} is missing")
+    if not isinstance(value, str):
+        raise PatchsetError(f"{where}: {key} = {value!r} is not a string")
+    return value
+
+
+def _strings(table: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise PatchsetError(f"{where}: {key} = {value!r} is not a list of strings")
+    return tuple(value)
+
+
+def _env(table: Mapping[str, object], where: str) -> dict[str, str]:
+    value = table.get("env", {})
+    if not isinstance(value, dict):
+        raise PatchsetError(f'{where}: env = {value!r} is not a table of strings, as in {{ NAME = "value" }}')
+    for name, text in value.items():
+        if not _ENV_NAME.fullmatch(name):
+            raise PatchsetError(f"{where}: env name {name!r} is not a variable name")
+        if not isinstance(text, str):
+            raise PatchsetError(f'{where}: env {name} = {text!r} is not a string; write {name} = "{text}"')
+    return dict(value)
+
+
+def _choice(table: Mapping[str, object], key: str, choices: tuple[str, ...], where: str) -> str | None:
+    value = table.get(key)
+    if value is not None and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PatchsetError(f"{where}: {key} = {value!r} is none of {', '.join(choices)}{hint}")
+    return value
+
+
+def _patch(table: object, path: Path, number: int) -> Patch:
+    where = f"{path}: [[patch]] number {number}"
+    if not isinstance(table, dict):
+        raise PatchsetError(f"{where} is not a table")
+    patch_id = _string(table, "id", where)
+    where = f"{path}: patch {patch_id!r}"
+    if not _ID.fullmatch(patch_id):
+        raise PatchsetError(f"{where}: an id is lower-case letters, digits, '.', '_', '-', at most 64, as in fp8-keys")
+    if patch_id in RESERVED_IDS:
+        raise PatchsetError(f"{where}: the id is taken by the base builds; rename the patch")
+    _check_keys(table, _PATCH_KEYS, where)
+    patch = Patch(
+        patch_id=patch_id,
+        title=_string(table, "title", where, default=""),
+        role=_choice(table, "role", get_args(Role), where) or "suspect",  # type: ignore[arg-type]
+        diffs=_strings(table, "diffs", where),
+        env=_env(table, where),
+        args=_strings(table, "args", where),
+        endpoint=_string(table, "endpoint", where) if "endpoint" in table else None,
+        changes=_strings(table, "changes", where),
+        expect=_choice(table, "expect", get_args(Expect), where),  # type: ignore[arg-type]
+    )
+    if not (patch.diffs or patch.env or patch.args or patch.endpoint):
+        raise PatchsetError(f"{where} changes nothing: give diffs, env, args or endpoint")
+    for diff in patch.diffs:
+        file = path.parent / diff
+        if not file.is_file():
+            raise PatchsetError(f"{where}: diff {diff!r} is not a file (looked for {file})")
+    return patch
+
+
+def parse_patchset(text: str, path: Path) -> PatchSet:
+    """The patchset written in `text`; `path` is the file it came from, which diffs are relative to."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise PatchsetError(f"{path}: not TOML: {problem}") from None
+    where = str(path)
+    _check_keys(table, _TOP_KEYS, where)
+    version = table.get("schema_version", 1)
+    if version != 1:
+        raise PatchsetError(f"{where}: schema_version = {version!r}; this longrecall reads version 1")
+    margin = table.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < 1):
+        raise PatchsetError(f"{where}: margin = {margin!r} is not a number between 0 and 1")
+    onset = table.get("onset_tokens")
+    if onset is not None and (isinstance(onset, bool) or not isinstance(onset, int) or onset < 1):
+        raise PatchsetError(f"{where}: onset_tokens = {onset!r} is not a positive whole number")
+    tables = table.get("patch", [])
+    if not isinstance(tables, list) or not tables:
+        raise PatchsetError(f"{where}: no [[patch]]: there is nothing under suspicion")
+    patches = tuple(_patch(item, path, number) for number, item in enumerate(tables, 1))
+    seen: set[str] = set()
+    for patch in patches:
+        if patch.patch_id in seen:
+            raise PatchsetError(f"{where}: two patches have the id {patch.patch_id!r}")
+        seen.add(patch.patch_id)
+    return PatchSet(
+        name=_string(table, "name", where, default=path.stem),
+        path=str(path),
+        engine=_string(table, "engine", where),
+        source=_string(table, "source", where) if "source" in table else None,
+        env=_env(table, where),
+        args=_strings(table, "args", where),
+        patches=patches,
+        margin=None if margin is None else float(margin),
+        onset_tokens=onset,
+    )
+
+
+def load_patchset(path: Path) -> PatchSet:
+    """Read a patchset file.
+
+    Raises:
+        PatchsetError: the file cannot be read, or holds a key or value that is not known.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        here = ", ".join(sorted(str(item) for item in path.parent.glob("*.toml"))) if path.parent.is_dir() else ""
+        raise PatchsetError(f"{path}: no such patchset{f'; there is {here}' if here else ''}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise PatchsetError(f"{path}: cannot be read: {problem}") from None
+    return parse_patchset(text, path)
+
+
+def read_diffs(patchset: PatchSet, patch: Patch) -> tuple[tuple[str, str], ...]:
+    """(name, text) of each diff of `patch`, in order."""
+    found = []
+    for diff in patch.diffs:
+        file = Path(patchset.path).parent / diff
+        try:
+            # newline="": a diff against a CRLF file keeps its line ends.
+            with file.open(encoding="utf-8", newline="") as stream:
+                found.append((diff, stream.read()))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise PatchsetError(f"{file}: cannot be read: {problem}") from None
+    return tuple(found)
+
+
+def content_hash(patchset: PatchSet) -> str:
+    """sha256 over what the patchset says and the diffs it names; where the file lies does not matter."""
+    digest = hashlib.sha256()
+    fields = asdict(patchset)
+    del fields["path"]
+    digest.update(repr(sorted(fields.items())).encode())
+    for patch in patchset.patches:
+        for name, text in read_diffs(patchset, patch):
+            digest.update(f"\0{patch.patch_id}\0{name}\0{text}".encode())
+    return digest.hexdigest()
