@@ -25,13 +25,14 @@ FAULTS = (
         title="e4m3fn key bytes are read as e4m3fnuz: values halve and byte 0x80 (-0) becomes NaN, dropping its key",
         sources=("vllm-project/vllm#52109",),
         switch={"key_format": "fp8_fnuz"},
-        signature=Signature(below_onset=False, selection="partial", grows_with_length=False, in_indexer_topk=True),
+        # Halving every key changes no order; only the keys that hold a 0x80 byte are lost, at any length.
+        signature=Signature(below_onset=False, selection="slight", grows_with_length=False, in_indexer_topk=True),
     ),
     Fault(
         name="scale-shared-by-layers",
         part="indexer",
-        title="Every layer dequantises its keys with the first layer's scales",
-        sources=("sgl-project/sglang#37591",),
+        title="Every layer dequantises its keys with one layer's scales",
+        sources=("ROCm/ATOM#1466",),
         switch={"key_scale": "first-layer"},
         signature=Signature(
             below_onset=False, selection="partial", grows_with_length=True, layers="all but one", in_indexer_topk=True
@@ -41,7 +42,7 @@ FAULTS = (
         name="scale-dropped",
         part="indexer",
         title="The key scale is never multiplied back: every key has the same largest value",
-        sources=("NVIDIA/TensorRT-LLM#15158",),
+        sources=("ROCm/ATOM#1466", "vllm-project/vllm#50576"),
         switch={"key_scale": "dropped"},
         signature=Signature(below_onset=False, selection="partial", grows_with_length=True, in_indexer_topk=True),
     ),
@@ -66,9 +67,10 @@ FAULTS = (
         part="indexer",
         title="The candidate buffer of the threshold bin overflows: late arrivals are dropped",
         sources=("sgl-project/sglang#36807", "sgl-project/sglang#35257", "vllm-project/vllm#51782"),
-        switch={"topk_mode": "truncating", "topk_buffer": 64},
+        switch={"topk_mode": "truncating", "topk_buffer": 2048},
+        # Needs a crowded bin: scores close together relative to their size. Where there is none, nothing is lost.
         signature=Signature(
-            below_onset=False, selection="slight", grows_with_length=True, repeatable=False, in_indexer_topk=True
+            below_onset=False, selection="partial", grows_with_length=True, repeatable=False, in_indexer_topk=True
         ),
     ),
     Fault(
@@ -100,6 +102,7 @@ FAULTS = (
         title="Slots past the end score 0 instead of -inf: they displace keys whose score is negative",
         sources=("sgl-project/sglang#28471",),
         switch={"mask_value": 0.0},
-        signature=Signature(below_onset=True, selection="partial", grows_with_length=False, in_indexer_topk=True),
+        # Far beyond the onset the k-th score is positive and zeros displace nothing: the loss is near and below it.
+        signature=Signature(below_onset=True, selection="untouched", grows_with_length=False, in_indexer_topk=True),
     ),
 )

@@ -30,14 +30,31 @@ def check_shapes(q: Tensor, keys: Tensor, weights: Tensor, k: int, visible: Tens
         raise ShapeError(f"k must be at least 1, not {k}")
 
 
-def select_topk(scores: Tensor, k: int, *, visible: Tensor | None = None) -> Tensor:
-    """scores [T, S] → int32 [T, k], exact with the fixed tie rule. `scores` is overwritten where it must be masked."""
+def _masked(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """`scores` with unseen columns and NaN at -inf, in place."""
     columns = scores.shape[1]
     if visible is not None and int(visible.min()) < columns:
         position = torch.arange(columns, device=scores.device)
         scores = scores.masked_fill_(position >= visible.to(scores.device).unsqueeze(1), -torch.inf)
-    # (x != x) is NaN: torch.topk would rank it first, a kernel's comparison never takes it.
-    scores = scores.masked_fill_(scores.isnan(), -torch.inf)
+    # torch.topk ranks NaN first; a kernel's comparison never takes one.
+    return torch.nan_to_num_(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _ascending(index: Tensor, values: Tensor, k: int, columns: int) -> Tensor:
+    """Picks [T, W] with their scores → int32 [T, k]: ascending indices of the picks above -inf, then -1.
+
+    Ascending so that neighbouring keys are gathered together and equal sets are equal rows.
+    """
+    index = index.masked_fill(values == -torch.inf, columns).sort(dim=1).values
+    out = torch.full((index.shape[0], k), -1, dtype=torch.int32, device=index.device)
+    out[:, : index.shape[1]] = index.masked_fill_(index == columns, -1)
+    return out
+
+
+def select_topk(scores: Tensor, k: int, *, visible: Tensor | None = None) -> Tensor:
+    """scores [T, S] fp32 → int32 [T, k], exact with the fixed tie rule. `scores` is overwritten where masked."""
+    columns = scores.shape[1]
+    scores = _masked(scores, visible)
     width = min(k, columns)
     values, index = scores.topk(width, dim=1, sorted=False)
     kth = values.amin(1, keepdim=True)
@@ -48,17 +65,68 @@ def select_topk(scores: Tensor, k: int, *, visible: Tensor | None = None) -> Ten
         order = scores[rows].sort(dim=1, descending=True, stable=True).indices
         index[rows] = order[:, :width]
         values[rows] = scores[rows].gather(1, index[rows])
-    index = index.masked_fill(values == -torch.inf, -1)
-    # -1 last, the indices ascending: neighbouring keys are gathered together, and two equal sets are equal rows.
-    index = index.masked_fill_(index < 0, columns).sort(dim=1).values
+    return _ascending(index, values, k, columns)
+
+
+def select_topk_arbitrary(
+    scores: Tensor, k: int, *, generator: torch.Generator, visible: Tensor | None = None
+) -> Tensor:
+    """Exact top-k whose ties at the k-th score go to a random member: what atomic order does to real kernels."""
+    scores = _masked(scores, visible)
+    shuffle = torch.randperm(scores.shape[1], generator=generator).to(scores.device)
+    picks = select_topk(scores[:, shuffle], k).long()
+    index = torch.where(picks >= 0, shuffle[picks.clamp(min=0)], 0)
+    values = torch.where(picks >= 0, torch.zeros((), device=scores.device), -torch.inf)
+    return _ascending(index, values, k, scores.shape[1])
+
+
+def coarse_bin(scores: Tensor, bits: int) -> Tensor:
+    """Bin of each score: the first `bits` of its order-preserving fp16 key (SGLang's `extract_coarse_bin`)."""
+    key = scores.half().view(torch.int16).int()
+    key = torch.where(key < 0, ~key & 0xFFFF, key | 0x8000)
+    return key >> (16 - bits)
+
+
+def select_topk_truncating(
+    scores: Tensor,
+    k: int,
+    *,
+    visible: Tensor | None = None,
+    buffer: int = 2048,
+    bits: int = 12,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The top-k that real kernels have shipped: members of the threshold bin beyond `buffer` are dropped.
+
+    A histogram of `coarse_bin` finds the bin of the k-th score; everything above it is taken, and at most `buffer` of
+    its members, in order of arrival, compete for the rest. SGLang's topk_v2: 12 bits, 2048 members (1024 before
+    0.5.15); its older fast_topk: 8 bits, 4096 members. Arrival is by index, or random with a generator.
+    """
+    scores = _masked(scores, visible)
+    columns = scores.shape[1]
+    bins = coarse_bin(scores, bits)
+    alive = scores > -torch.inf
     out = torch.full((scores.shape[0], k), -1, dtype=torch.int32, device=scores.device)
-    out[:, :width] = index.masked_fill_(index == columns, -1)
+    for row in range(scores.shape[0]):
+        seen = alive[row].nonzero().squeeze(1)
+        if seen.numel() > k:
+            kth_bin = bins[row, seen].topk(k, sorted=False).values.amin()
+            arrival = seen
+            if generator is not None:
+                arrival = seen[torch.randperm(seen.numel(), generator=generator).to(seen.device)]
+            above = arrival[bins[row, arrival] > kth_bin]
+            members = arrival[bins[row, arrival] == kth_bin][:buffer]
+            best = scores[row, members].topk(min(k - above.numel(), members.numel()), sorted=False).indices
+            seen = torch.cat((above, members[best])).sort().values
+        out[row, : seen.numel()] = seen.to(torch.int32)
+    assert int(out.max()) < columns
     return out
 
 
-def _identity(rows: int, k: int, visible: Tensor, device: torch.device) -> Tensor:
-    position = torch.arange(k, dtype=torch.int32, device=device).expand(rows, k)
-    return torch.where(position < visible.to(device).unsqueeze(1), position, -1).to(torch.int32)
+def identity_topk(k: int, visible: Tensor) -> Tensor:
+    """The selection of rows that see at most k keys: 0 .. visible - 1, then -1; int32 [T, k]."""
+    position = torch.arange(k, dtype=torch.int32, device=visible.device)
+    return torch.where(position < visible.unsqueeze(1), position, -1).to(torch.int32)
 
 
 def index_topk(q: Tensor, keys: Tensor, weights: Tensor, k: int = 512, *, visible: Tensor | None = None) -> Tensor:
@@ -73,7 +141,7 @@ def index_topk(q: Tensor, keys: Tensor, weights: Tensor, k: int = 512, *, visibl
         visible = torch.full((q.shape[0],), columns, dtype=torch.int64)
     limit = min(columns, int(visible.max())) if visible.numel() else 0
     if limit <= k:
-        return _identity(q.shape[0], k, visible.clamp(0, columns), q.device)
+        return identity_topk(k, visible.clamp(0, columns).to(q.device))
     from longrecall.kernels.indexer.blocked import topk_blocked
 
     return topk_blocked(q, keys[..., :limit, :], weights, k, visible=visible)
