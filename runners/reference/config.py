@@ -74,8 +74,6 @@ class ReferenceConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ReferenceModelError(
-                f"{path} is not a readable config.json of the reference model: {error}"
-            ) from error
+            raise ReferenceModelError(f"{path} is not a readable config.json: {error}") from error
         raw["full_attention_layers"] = tuple(raw.get("full_attention_layers", ()))
         return cls().replaced(**raw)

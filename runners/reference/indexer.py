@@ -3,8 +3,8 @@
     q = rope(W_q h) [T, H, D];  k = rope(LayerNorm(W_k h)) [T, D];  w = (W_w h + b) (H D)^-1/2 [T, H]
     both rotated by the Hadamard matrix, both in KEY_FORMAT;  score[t, j] = sum_h w[t, h] relu(q[t, h] . k[j])
 
-The shape is DeepSeek-V3.2's (LayerNorm with bias on the key, rope on the first `index_rope_dim` dimensions, half-split),
-the weights come from `train_indexer.py`. Index keys are cached in KEY_FORMAT's values, held as the model's dtype.
+The shape is DeepSeek-V3.2's (LayerNorm with bias on the key, half-split rope on the first `index_rope_dim`
+dimensions); the weights come from `train_indexer.py`. Keys are cached as values of KEY_FORMAT in the model's dtype.
 """
 
 from pathlib import Path

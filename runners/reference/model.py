@@ -10,9 +10,9 @@ a code path of its own, as in real engines. Sequences are packed: every GEMM run
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ from longrecall.runners.reference.attention import (
 from longrecall.runners.reference.cache import SequenceCache
 from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelError
 from longrecall.runners.reference.indexer import Indexer, apply_rope, load_indexers
+from longrecall.runners.reference.interface import Chunk
+from longrecall.runners.reference.interface import SequenceCache as CacheProtocol
 from longrecall.runners.reference.moe import ReferenceMoE
 
 log = logging.getLogger(__name__)
@@ -42,15 +44,6 @@ MHC_PRECISION: Precision = "fp32"
 
 DECODE_SPLIT_SIZE = 256
 """Selected entries per split of the decode attention; splits are merged in fp32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """New tokens of one sequence; `prefill` extends the cache in place."""
-
-    tokens: list[int]
-    cache: SequenceCache
-    logits: Literal["none", "last", "all"] = "last"
 
 
 class _Rope:
@@ -202,8 +195,9 @@ class ReferenceModel:
             prefix = f"model.layers.{layer}."
             own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
             self.layers.append(_Layer(config, layer, own, indexers.get(layer)))
+        self.capture_indexer_topk = False
         self.last_indexer_topk: Tensor | None = None
-        """int32 [packed rows, layers with an indexer, index_topk] of the last call that asked for it, -1 padded."""
+        """int32 [packed rows, layers with an indexer, index_topk], -1 padded, where `capture_indexer_topk` asks for it."""
 
     @classmethod
     def load(
@@ -241,14 +235,14 @@ class ReferenceModel:
         return SequenceCache(self.config, device=self.device, dtype=self.dtype)
 
     @torch.inference_mode()
-    def prefill(self, chunks: list[Chunk], *, return_indexer_topk: bool = False) -> list[Tensor]:
+    def prefill(self, chunks: list[Chunk]) -> list[Tensor]:
         """fp32 logits [wanted rows, vocabulary] per chunk; every cache is extended by its chunk's tokens.
 
         ValueError for an empty chunk, a cache named twice, or more tokens than the model can hold.
         """
         if len({id(chunk.cache) for chunk in chunks}) != len(chunks):
             raise ValueError("two chunks of one prefill name the same cache")
-        hidden = self._forward([c.tokens for c in chunks], [c.cache for c in chunks], False, return_indexer_topk)
+        hidden = self._forward([list(c.tokens) for c in chunks], [_own(c.cache) for c in chunks], False)
         wanted, row = [], 0
         for chunk in chunks:
             end = row + len(chunk.tokens)
@@ -259,16 +253,14 @@ class ReferenceModel:
         return list(logits.split([len(rows) for rows in wanted]))
 
     @torch.inference_mode()
-    def decode(self, tokens: list[int], caches: list[SequenceCache], *, return_indexer_topk: bool = False) -> Tensor:
+    def decode(self, tokens: list[int], caches: Sequence[CacheProtocol]) -> Tensor:
         """One more token for each sequence: fp32 logits [B, vocabulary]."""
         if len(tokens) != len(caches) or len({id(cache) for cache in caches}) != len(caches):
             raise ValueError(f"decode got {len(tokens)} tokens for {len({id(c) for c in caches})} distinct caches")
-        return self._logits(self._forward([[t] for t in tokens], caches, True, return_indexer_topk))
+        return self._logits(self._forward([[t] for t in tokens], [_own(c) for c in caches], True))
 
-    def _forward(
-        self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool, return_indexer_topk: bool
-    ) -> Tensor:
-        batch = self._batch(tokens, caches, decode, return_indexer_topk)
+    def _forward(self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool) -> Tensor:
+        batch = self._batch(tokens, caches, decode)
         x = self.embed[batch.token_ids].float() * self.embed_scale
         streams = x[:, None].repeat(1, self.config.hc_mult, 1)
         for layer in self.layers:
@@ -278,9 +270,7 @@ class ReferenceModel:
         self.last_indexer_topk = torch.stack(batch.indexer_topk, 1) if batch.indexer_topk is not None else None
         return streams.mean(1)
 
-    def _batch(
-        self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool, return_indexer_topk: bool
-    ) -> _Batch:
+    def _batch(self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool) -> _Batch:
         c = self.config
         members, row = [], 0
         for own, cache in zip(tokens, caches, strict=True):
@@ -304,12 +294,18 @@ class ReferenceModel:
             jobs_global=plan_jobs(groups, None, self.device),
             jobs_local=plan_jobs(groups, c.sliding_window, self.device),
             decode=decode,
-            indexer_topk=[] if return_indexer_topk else None,
+            indexer_topk=[] if self.capture_indexer_topk else None,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         h = rms_norm(hidden, self.norm, self.config.rms_norm_eps).to(self.dtype)
         return F.linear(h, self.embed).float()
+
+
+def _own(cache: CacheProtocol) -> SequenceCache:
+    if not isinstance(cache, SequenceCache):
+        raise TypeError(f"the reference model made no cache of type {type(cache).__name__}; use new_cache()")
+    return cache
 
 
 def _has_bf16_gemm() -> bool:
