@@ -1,0 +1,246 @@
+"""The tables of report.html: depth × length, outcomes, order, arms, provenance, numbers behind the charts."""
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, get_args
+
+from longrecall.evals.schema import MISSING, Comparison, CurvePoint, Outcome, Score
+from longrecall.results import charts
+from longrecall.results.flips import BASE, visible
+from longrecall.results.schema import Campaign, Report
+from longrecall.results.words import ROLE_WORDS, interval, p_text, short, signed
+from longrecall.runners.schema import Build, Replay
+
+DIFF_BYTES = 20_000
+
+
+class Table(NamedTuple):
+    """A plain table: heads, rows of text, and the columns that hold numbers."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: frozenset[int]
+
+
+class Cell(NamedTuple):
+    """A cell of a heat map or an outcome table."""
+
+    text: str
+    background: str = ""
+    title: str = ""
+    bar: float = 0.0
+
+
+def heat_maps(report: Report, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """Recall of the base by depth and length, and the difference of every other build."""
+    counts: dict[str, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for score in scores:
+        if score.depth_pct is None or score.outcome in MISSING:
+            continue
+        cell = counts[score.build_id][min(4, int(score.depth_pct // 20)), score.rung]
+        cell[0] += score.outcome == "ok"
+        cell[1] += 1
+    maps = []
+    base = counts.get(BASE, {})
+    bands = sorted({depth for depth, _ in base})
+    for build in report.builds:
+        own = counts.get(build.build_id, {})
+        rows = []
+        for depth in bands:
+            cells = []
+            for rung in report.rungs:
+                right, n = own.get((depth, rung), (0, 0))
+                base_right, base_n = base.get((depth, rung), (0, 0))
+                where = f"{rung:,} tokens, depth {depth * 20}-{depth * 20 + 20} %"
+                if not n or not base_n:
+                    cells.append(Cell("·", "transparent", f"{where}: nothing planted here"))
+                elif build.build_id == BASE:
+                    share = right / n
+                    cells.append(
+                        Cell(f"{share * 100:.0f}", _tint("exonerated", share), f"{where}: {right} of {n} right")
+                    )
+                else:
+                    change = right / n - base_right / base_n
+                    tone = "culprit" if change < 0 else "exonerated"
+                    cells.append(
+                        Cell(
+                            f"{change * 100:+.0f}".replace("-", "−") if round(change * 100) else "0",
+                            _tint(tone, min(1.0, abs(change) * 1.4)),
+                            f"{where}: {right} of {n} right, base {base_right} of {base_n}",
+                        )
+                    )
+            rows.append({"head": f"{depth * 20}–{depth * 20 + 20} %", "cells": cells})
+        title = "base, recall" if build.build_id == BASE else f"{build.build_id}, difference"
+        maps.append({"title": title, "heads": [charts.tokens(r) for r in report.rungs], "rows": rows})
+    return maps if bands else []
+
+
+def _tint(tone: str, share: float) -> str:
+    # at most 42 % of the tone over paper keeps ink on it above 4.5:1 in both themes (tests/results/test_report.py)
+    return f"color-mix(in srgb, var(--{tone}) {round(42 * share)}%, var(--paper))"
+
+
+def outcome_rows(report: Report, scores: Sequence[Score]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Counts of each outcome class that occurs, per build."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for score in scores:
+        counts[score.build_id][score.outcome] += 1
+    names = [name for name in get_args(Outcome) if any(c[name] for c in counts.values())]
+    top = max((c[name] for c in counts.values() for name in names if name != "ok"), default=0) or 1
+    rows = []
+    for build in report.builds:
+        cells = []
+        for name in names:
+            n = counts[build.build_id][name]
+            bar = round(3.5 * n / top, 2) if name != "ok" and n else 0.0
+            cells.append(Cell(f"{n:,}" if n else "–", bar=bar))
+        rows.append({"build": build.build_id, "cells": cells})
+    return names, rows
+
+
+def order_table(report: Report, scores: Sequence[Score], replays: Sequence[Replay]) -> Table:
+    """Recall of each build in the first, second, … fifth part of the requests it was sent."""
+    place = {(r.build_id, r.conversation_id, r.probe_id, r.rung, r.arm, r.repeat): r.send_order for r in replays}
+    rows = []
+    for build in report.builds:
+        own = sorted(
+            (place[key], score.outcome == "ok")
+            for score in scores
+            if score.build_id == build.build_id and score.outcome not in MISSING
+            for key in [(score.build_id, score.conversation_id, score.probe_id, score.rung, score.arm, score.repeat)]
+            if key in place
+        )
+        if not own:
+            continue
+        parts = [own[len(own) * i // 5 : len(own) * (i + 1) // 5] for i in range(5)]
+        rows.append([build.build_id, *(charts.points(sum(ok for _, ok in p) / len(p)) if p else "–" for p in parts)])
+    return Table(["Build", "first fifth", "second", "third", "fourth", "last"], rows, frozenset(range(1, 6)))
+
+
+def arm_table(report: Report, scores: Sequence[Score]) -> Table:
+    """Recall and the share of prompt tokens served from the prefix cache, by build, arm and length."""
+    cells: dict[tuple[str, str, int], list[Score]] = defaultdict(list)
+    for score in scores:
+        cells[score.build_id, score.arm, score.rung].append(score)
+    order = {b.build_id: i for i, b in enumerate(report.builds)}
+    rows = []
+    for (build, arm, rung), group in sorted(cells.items(), key=lambda item: (order.get(item[0][0], 99), *item[0][1:])):
+        kept = [s for s in group if s.outcome not in MISSING]
+        cached = [s.cached_tokens / s.context_tokens for s in group if s.cached_tokens is not None and s.context_tokens]
+        rows.append(
+            [
+                build,
+                arm,
+                f"{rung:,}",
+                f"{len(kept):,}",
+                charts.points(sum(s.outcome == "ok" for s in kept) / len(kept)) if kept else "–",
+                charts.points(sum(cached) / len(cached)) if cached else "not reported",
+            ]
+        )
+    return Table(["Build", "Arm", "Length", "Replies", "Recall, %", "From cache, %"], rows, frozenset({2, 3, 4, 5}))
+
+
+def flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as dotted names."""
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(data, list | tuple):
+        yield prefix, shlex.join(str(item) for item in data)
+    elif data is not None:
+        yield prefix, str(data)
+
+
+def manifest_of(build: Build) -> dict[str, str]:
+    """A build's manifest as flat names and values."""
+    return dict(flatten(asdict(build.manifest))) if build.manifest else {}
+
+
+def provenance(report: Report, campaign: Campaign, diffs: Mapping[str, str]) -> tuple[list[dict[str, Any]], Table]:
+    """What each build changes against the base, and what they all share."""
+    flat = {b.build_id: manifest_of(b) for b in report.builds}
+    base = flat.get(BASE, {})
+    patches = {p.patch_id: p for p in campaign.patchset.patches}
+    rows = []
+    for build in report.builds:
+        own = flat[build.build_id]
+        changes = [
+            {"field": name, "before": short(base.get(name, "")), "after": short(own.get(name, "absent"))}
+            for name in sorted(set(base) | set(own))
+            if build.build_id != BASE and base.get(name) != own.get(name)
+        ]
+        nothing = "–" if build.build_id == BASE else "nothing" if own else "no manifest was recorded"
+        used = [p for name in build.patch_ids if name in patches for p in patches[name].diffs]
+        rows.append(
+            {
+                "build": build.build_id,
+                "role": ROLE_WORDS[build.role],
+                "changes": changes,
+                "nothing": nothing,
+                "diffs": [(name, visible(diffs[name], DIFF_BYTES)) for name in used if name in diffs],
+            }
+        )
+    common = [
+        [name, visible(value, 400)]
+        for name, value in sorted(base.items())
+        if all(other.get(name) == value for other in flat.values() if other)
+    ]
+    return rows, Table(["Field", "Value"], common, frozenset())
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Every comparison with all its numbers."""
+    heads = ["Patch", "Length", "Base, %", "Patch, %", "Difference", "95 % interval", "Bound (t)", "Bound (Tango)"]
+    heads += ["p", "p, Holm", "p, sign-flip", "lost", "gained", "Conversations", "Probes", "Missing"]
+    rows = [
+        [
+            c.candidate,
+            "pooled" if c.rung is None else f"{c.rung:,}",
+            charts.points(c.recall_baseline),
+            charts.points(c.recall_candidate),
+            signed(c.delta_recall),
+            interval(c.ci_low, c.ci_high),
+            signed(c.lower_bound_t),
+            signed(c.lower_bound_tango),
+            p_text(c.p_loss),
+            p_text(c.p_loss_holm),
+            p_text(c.p_loss_signflip),
+            f"{c.lost:,}",
+            f"{c.gained:,}",
+            f"{c.n_conversations:,}",
+            f"{c.n_probes:,}",
+            f"{c.n_missing:,}",
+        ]
+        for c in comparisons
+    ]
+    return Table(heads, rows, frozenset(range(1, 16)))
+
+
+def curve_table(curves: Sequence[CurvePoint]) -> Table:
+    """Recall of each build at each rung."""
+    rows = [
+        [
+            p.build,
+            f"{p.rung:,}",
+            charts.points(p.recall),
+            interval(p.ci_low, p.ci_high, signed=False),
+            f"{p.n_conversations:,}",
+            f"{p.n_probes:,}",
+        ]
+        for p in curves
+    ]
+    return Table(
+        ["Build", "Length", "Recall, %", "95 % interval", "Conversations", "Probes"], rows, frozenset(range(1, 6))
+    )
+
+
+def missing_table(report: Report) -> Table:
+    """Planned, asked and missing replies per build."""
+    names = sorted({name for m in report.missing for name in m.by_outcome})
+    rows = [
+        [m.build, f"{m.n_planned:,}", f"{m.n_asked:,}", *(f"{m.by_outcome.get(name, 0):,}" for name in names)]
+        for m in report.missing
+    ]
+    return Table(["Build", "Planned", "Asked", *names], rows, frozenset(range(1, 3 + len(names))))

@@ -1,0 +1,162 @@
+"""Run folder → `Report`: scores the replies, judges the scores, writes report.json, report.md, report.html and charts.
+
+Everything is recomputed from campaign.json, conversations.parquet and replays.jsonl, offline and at any time, also
+while the run still goes on (`partial` is then true). Stored verdicts are never an input.
+"""
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from longrecall.evals.schema import Score
+from longrecall.needles.schema import Conversation
+from longrecall.results import run_folder
+from longrecall.results.run_folder import RunFolderError
+from longrecall.results.schema import Campaign, Report
+from longrecall.runners.schema import Replay
+
+
+def version() -> str:
+    """The installed longrecall's version; "unknown" when it runs from a bare checkout."""
+    try:
+        return importlib.metadata.version("longrecall")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def score_all(replays: Iterable[Replay], conversations: Sequence[Conversation], *, where: Path) -> list[Score]:
+    """A score for every replay; raises RunFolderError when a replay was asked about a conversation not in the suite."""
+    from longrecall.evals.score import foreign_index, score_replay
+
+    foreign = foreign_index(conversations)
+    questions = {
+        (conversation.conversation_id, ask.probe_id, ask.rung): (conversation, ask, probe)
+        for conversation in conversations
+        for probes in [{probe.probe_id: probe for probe in conversation.probes}]
+        for ask in conversation.asks
+        for probe in [probes[ask.probe_id]]
+    }
+    scores = []
+    for replay in replays:
+        key = (replay.conversation_id, replay.probe_id, replay.rung)
+        if key not in questions:
+            raise RunFolderError(
+                f"{where / run_folder.REPLAYS}: conversation {key[0]}, probe {key[1]} at {key[2]} tokens is not in"
+                f" {run_folder.CONVERSATIONS}"
+            )
+        conversation, ask, probe = questions[key]
+        scores.append(score_replay(replay, conversation, ask, probe, foreign[conversation.conversation_id]))
+    return scores
+
+
+def planned_replays(campaign: Campaign, conversations: Sequence[Conversation]) -> int:
+    """How many replies the campaign wants from each build in each arm."""
+    wanted = set(campaign.conversation_order)
+    rungs = set(campaign.rungs)
+    asks = sum(1 for c in conversations if c.conversation_id in wanted for ask in c.asks if ask.rung in rungs)
+    return asks * campaign.repeats
+
+
+class _Run:
+    """The files of a run folder, read once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from longrecall.needles.dataset import read_parquet
+
+        self.campaign = run_folder.load_campaign(run_dir)
+        path = run_dir / run_folder.CONVERSATIONS
+        if not path.is_file():
+            raise RunFolderError(f"{run_dir} is not complete: it has no {run_folder.CONVERSATIONS}")
+        self.conversations = read_parquet(path)
+        self.replays = run_folder.load_replays(run_dir)
+        self.scores = score_all(self.replays, self.conversations, where=run_dir)
+        timing = run_dir / run_folder.TIMING
+        self.timing: dict[str, float | None] = run_folder.read_json(timing) if timing.is_file() else {}
+
+
+def _judge(run: _Run) -> Report:
+    from longrecall.evals.verdict import judge
+
+    campaign = run.campaign
+    planned = planned_replays(campaign, run.conversations)
+    judgement = judge(
+        run.scores,
+        campaign.builds,
+        rungs=campaign.rungs,
+        planned=planned,
+        config=campaign.verdict,
+        order=campaign.conversation_order,
+    )
+    return Report(
+        run_id=campaign.run_id,
+        suite_hash=campaign.suite_hash,
+        partial=len(run.scores) < planned * len(campaign.arms) * len(campaign.builds),
+        analysis_version=judgement.analysis_version,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        verdict_config=judgement.config,
+        builds=campaign.builds,
+        rungs=campaign.rungs,
+        onset_tokens=campaign.onset_tokens,
+        curves=judgement.curves,
+        comparisons=judgement.comparisons,
+        verdicts=judgement.verdicts,
+        controls={control.name: control for control in judgement.controls},
+        missing=judgement.missing,
+        timing=run.timing,
+    )
+
+
+def assemble(run_dir: Path) -> Report:
+    """The report of what is in the folder now; writes nothing.
+
+    Raises RunFolderError naming the file when one is missing or damaged.
+    """
+    return _judge(_Run(run_dir))
+
+
+def write_reports(run_dir: Path) -> Report:
+    """Write scores.parquet, report.json, report.md, report.html, flips.jsonl and charts/*.svg; return the report."""
+    from longrecall.results import charts, page
+    from longrecall.results.flips import BASE, find_flips
+    from longrecall.results.markdown import report_markdown
+    from longrecall.results.words import anchor
+
+    run = _Run(run_dir)
+    report = _judge(run)
+    others = [build.build_id for build in report.builds if build.build_id != BASE]
+    flips = find_flips(run.scores, run.conversations, run.replays, others)
+    data = page.RunData(
+        report=report,
+        campaign=run.campaign,
+        scores=run.scores,
+        replays=run.replays,
+        flips=flips,
+        diffs=page.find_diffs(run.campaign, run_dir),
+        version=version(),
+    )
+    run_folder.write_scores(run_dir, run.scores)
+    lines = (json.dumps(asdict(flip), ensure_ascii=True) for own in flips.values() for flip in own)
+    run_folder.write_bytes(run_dir / run_folder.FLIPS, "".join(f"{line}\n" for line in lines).encode())
+    for name, svg in page.chart_set(report).items():
+        run_folder.write_bytes(run_dir / run_folder.CHARTS / f"{anchor(name)}.svg", charts.standalone(svg).encode())
+    run_folder.write_bytes(run_dir / run_folder.REPORT_MD, report_markdown(report, run.campaign).encode())
+    run_folder.write_bytes(run_dir / run_folder.REPORT_HTML, page.report_html(data).encode())
+    # report.json last: where it is, the others are
+    run_folder.write_json(run_dir / run_folder.REPORT_JSON, report)
+    return report
+
+
+def summary_line(run_dir: Path, report: Report) -> dict[str, Any]:
+    """The compact document that commands print as their last line."""
+    return {
+        "run_dir": str(run_dir),
+        "run_id": report.run_id,
+        "suite_hash": report.suite_hash,
+        "partial": report.partial,
+        "controls": {name: control.passed for name, control in report.controls.items()},
+        "verdicts": {verdict.patch: verdict.verdict for verdict in report.verdicts},
+    }

@@ -1,0 +1,85 @@
+"""`longrecall report RUN_DIR`: write the reports of a stored run again, from its replies, without a server.
+
+longrecall report results/runs/20261129-reference
+longrecall report results/runs/20261129-reference --png
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from longrecall.results.schema import Report
+
+
+def fail(message: object, code: int = 2) -> "typer.Exit":
+    """Print one error line; raise what it returns."""
+    typer.echo(f"longrecall: error: {message}", err=True)
+    return typer.Exit(code)
+
+
+def print_summary(report: "Report", console: "Console") -> None:
+    """Controls, verdict table and recall by length for a terminal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from longrecall.results import charts
+    from longrecall.results.words import VERDICT_WORDS, headline, interval, lede, ordered_verdicts, p_text, signed
+
+    styles = {"culprit": "bold red", "exonerated": "cyan", "within-margin": "yellow", "inconclusive": "magenta"}
+    console.print(f"\n[bold]{escape(headline(report))}[/bold]")
+    console.print(escape(lede(report)))
+    if report.partial:
+        console.print("[yellow]Partial run: verdicts can still change.[/yellow]")
+    for name, control in report.controls.items():
+        sign = "[cyan]passed[/cyan]" if control.passed else "[bold red]failed[/bold red]"
+        console.print(f"  control {name}: {sign}  {escape(control.detail)}")
+    verdicts = Table(box=None, pad_edge=False, padding=(0, 2))
+    for head in ("patch", "verdict", "difference", "95 % interval", "p", "at", "conversations"):
+        verdicts.add_column(head, justify="left" if head in ("patch", "verdict") else "right")
+    for v in ordered_verdicts(report):
+        verdicts.add_row(
+            escape(v.patch),
+            f"[{styles[v.verdict]}]{VERDICT_WORDS[v.verdict]}[/]",
+            signed(v.delta_recall),
+            escape(interval(v.ci_low, v.ci_high)),
+            p_text(v.p_value),
+            "all" if v.rung is None else f"{v.rung:,}",
+            f"{v.n_conversations:,}",
+        )
+    console.print(verdicts)
+    recall = Table(box=None, pad_edge=False, padding=(0, 2))
+    recall.add_column("recall, %")
+    for rung in report.rungs:
+        recall.add_column(f"{rung:,}", justify="right")
+    by = {(p.build, p.rung): p.recall for p in report.curves}
+    for build in report.builds:
+        recall.add_row(escape(build.build_id), *(charts.points(by.get((build.build_id, r))) for r in report.rungs))
+    console.print(recall)
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder, results/runs/<run_id>.")],
+    png: Annotated[bool, typer.Option("--png", help="Also write charts/*.png.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the JSON line only.")] = False,
+) -> None:
+    """Write report.json, report.md and report.html of a stored run again, from its replies."""
+    from rich.console import Console
+
+    from longrecall.results import charts, run_folder
+    from longrecall.results.report import summary_line, write_reports
+
+    try:
+        made = write_reports(run_dir)
+        if png:
+            for path in sorted((run_dir / run_folder.CHARTS).glob("*.svg")):
+                run_folder.write_bytes(path.with_suffix(".png"), charts.png(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise fail(error) from error
+    if not quiet:
+        print_summary(made, Console())
+    typer.echo(json.dumps(summary_line(run_dir, made), separators=(",", ":")))
