@@ -12,15 +12,17 @@ A capture is replayed through any `emulate.Pipeline`; that is how a format or fa
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrecall.kernels.indexer.emulate import Activations
 from longrecall.kernels.indexer.presets import preset
+from longrecall.kernels.indexer.rotation import hadamard
 
 FORMAT_VERSION = "1"
 
@@ -33,8 +35,8 @@ class CaptureError(ValueError):
 class CaptureWriter:
     """The hook: a model calls `add` once per layer and forward pass, the owner calls `close`.
 
-    Queries arrive chunk by chunk and are kept while their position is in `wanted`; keys are given whole or chunk by
-    chunk. Nothing is written before `close`, which writes the file completely or not at all.
+    Queries arrive chunk by chunk and are kept while their position is in `wanted`. Nothing is written before `close`,
+    which writes the file completely or not at all.
     """
 
     path: Path
@@ -44,28 +46,19 @@ class CaptureWriter:
     wanted: frozenset[int] | None = None
     """Token positions whose queries are kept; None: all (4 MB per 1000 queries of 8 heads and layer)."""
     _parts: dict[str, list[Tensor]] = field(default_factory=dict)
-    _positions: dict[str, list[Tensor]] = field(default_factory=dict)
+    _keys: dict[int, Tensor] = field(default_factory=dict)
+    _positions: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def add(
-        self,
-        layer: int,
-        *,
-        q: Tensor,
-        keys: Tensor,
-        weights: Tensor,
-        positions: Tensor,
-        attention: Tensor | None = None,
-    ) -> None:
-        """One chunk of one layer: q [t, H, D] and weights [t, H] at positions [t]; keys [t, D], those of the chunk."""
-        if attention is not None:
-            raise CaptureError("attention is given to `close` (it spans the whole context), not to `add`")
+    def add(self, layer: int, *, q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor) -> None:
+        """One pass of one layer: q [t, H, D] and weights [t, H] at positions [t]; keys [S, D] of the context so far."""
+        positions = positions.detach().cpu().int()
         keep = torch.ones_like(positions, dtype=torch.bool)
         if self.wanted is not None:
-            keep = torch.isin(positions.cpu(), torch.tensor(sorted(self.wanted), dtype=positions.dtype))
-            keep = keep.to(positions.device)
-        for name, value in (("q", q[keep]), ("weights", weights[keep]), ("keys", keys)):
-            self._parts.setdefault(f"{layer}.{name}", []).append(value.detach().to("cpu", copy=True))
-        self._positions.setdefault(str(layer), []).append(positions[keep].detach().cpu().int())
+            keep = torch.isin(positions, torch.tensor(sorted(self.wanted), dtype=positions.dtype))
+        for name, value in (("q", q), ("weights", weights)):
+            self._parts.setdefault(f"{layer}.{name}", []).append(value.detach().cpu()[keep])
+        self._keys[layer] = keys.detach().to("cpu", copy=True)
+        self._positions.setdefault(layer, []).append(positions[keep])
 
     def close(self, *, needles: Tensor | None = None, attention: dict[int, Tensor] | None = None) -> Path:
         """Write the file. needles [T, N] in the order of the captured queries."""
@@ -77,6 +70,7 @@ class CaptureWriter:
         if any(not torch.equal(positions[0], other) for other in positions[1:]):
             raise CaptureError(f"{self.path}: the layers captured different query positions")
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self._parts.items()}
+        tensors |= {f"{layer}.keys": keys.contiguous() for layer, keys in self._keys.items()}
         tensors["positions"] = positions[0]
         if needles is not None:
             if needles.shape[0] != positions[0].shape[0]:
@@ -92,6 +86,30 @@ class CaptureWriter:
             os.fsync(handle.fileno())
         os.replace(temporary, self.path)
         return self.path
+
+
+def attach(writer: CaptureWriter, indexers: Mapping[int, Any]) -> Callable[[], None]:
+    """Capture every `select(q, keys, weights, visible)` of these layers' indexers; returns the function that detaches.
+
+    Such an indexer holds rotated, rounded q and keys; the rotation is its own inverse and is undone here, the rounding
+    (bf16 in the healthy reference build) stays in the capture.
+    """
+
+    def hook(layer: int, select: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def captured(q: Tensor, keys: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+            writer.add(layer, q=hadamard(q), keys=hadamard(keys), weights=weights, positions=visible - 1)
+            return select(q, keys, weights, visible)
+
+        return captured
+
+    for layer, indexer in indexers.items():
+        indexer.select = hook(layer, indexer.select)
+
+    def detach() -> None:
+        for indexer in indexers.values():
+            del indexer.select  # the instance's; the class's comes back
+
+    return detach
 
 
 def read_capture(path: Path) -> Iterator[tuple[int, Activations]]:

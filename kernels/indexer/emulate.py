@@ -102,10 +102,10 @@ def _quantized_keys(pipeline: Pipeline, keys: Tensor, foreign: Tensor | None) ->
     if not pipeline.key_format.startswith("fp8"):
         raise PipelineError(f"scale faults are written for fp8 keys, not {pipeline.key_format}")
     if pipeline.key_scale == "dropped":
-        scale = torch.ones_like(packed.scale)
+        scale: Tensor | None = torch.ones_like(packed.scale)
+    elif foreign is None:
+        raise PipelineError("another layer's scale needs activations with foreign_keys")
     else:
-        if foreign is None:
-            raise PipelineError("another layer's scale needs activations with foreign_keys")
         scale = quantize(foreign, pipeline.key_format).scale
     return dequantize(Packed(fmt=packed.fmt, data=packed.data, scale=scale))
 

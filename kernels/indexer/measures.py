@@ -87,7 +87,7 @@ def score_noise(scores: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
 
 
 def needle_margin(scores: Tensor, needles: Tensor, k: int, visible: Tensor, noise: Tensor) -> Tensor:
-    """(needle score - k-th score) / noise; negative: not selected; inf: fewer than k keys, or a format without noise."""
+    """(needle score - k-th score) / noise; negative: not selected; inf: at most k keys, or a format without noise."""
     distance = _needle_score(scores, needles) - kth_score(scores, k, visible)
     return torch.where(
         noise > 0, distance / noise.clamp(min=1e-30), torch.copysign(torch.full_like(noise, torch.inf), distance)

@@ -1,4 +1,4 @@
-"""What each model's indexer is: shapes, rope, norms, k, ratio, and the key format it was trained with and is served with.
+"""What each model's indexer is: shapes, rope, norms, k, ratio, and the key formats of training and serving.
 
 Sources: DeepSeek-V3.2-Exp and DeepSeek-V4 `inference/model.py`, transformers `glm_moe_dsa`, SGLang 0.5.23.
 """
