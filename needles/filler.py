@@ -66,12 +66,17 @@ def _w(statement: str, echo: str) -> Wording:
 
 
 WORDINGS: tuple[Wording, ...] = (
-    _w("{{ name }}'s {{ attribute }} is {{ value }}.", "I will remember that {{ name }}'s {{ attribute }} is {{ value }}."),
+    _w(
+        "{{ name }}'s {{ attribute }} is {{ value }}.",
+        "I will remember that {{ name }}'s {{ attribute }} is {{ value }}.",
+    ),
     _w(
         "Please note that the {{ attribute }} of {{ name }} is {{ value }}.",
         "Noted. The {{ attribute }} of {{ name }} is {{ value }}.",
     ),
-    _w("The {{ attribute }} of {{ name }} is {{ value }}.", "Thanks, the {{ attribute }} of {{ name }} is {{ value }}."),
+    _w(
+        "The {{ attribute }} of {{ name }} is {{ value }}.", "Thanks, the {{ attribute }} of {{ name }} is {{ value }}."
+    ),
     _w(
         "{{ name }} told me that the {{ attribute }} is {{ value }}.",
         "So {{ value }} is the {{ attribute }} of {{ name }}.",
@@ -94,13 +99,22 @@ WORDINGS: tuple[Wording, ...] = (
         "Write down {{ value }} as the {{ attribute }} of {{ name }}.",
         "Written down: the {{ attribute }} of {{ name }} is {{ value }}.",
     ),
-    _w("We gave {{ name }} the {{ attribute }} {{ value }}.", "Okay, {{ name }} was given the {{ attribute }} {{ value }}."),
+    _w(
+        "We gave {{ name }} the {{ attribute }} {{ value }}.",
+        "Okay, {{ name }} was given the {{ attribute }} {{ value }}.",
+    ),
     _w(
         "As of today the {{ attribute }} of {{ name }} is {{ value }}.",
         "Okay, the {{ attribute }} of {{ name }} is {{ value }}.",
     ),
-    _w("On the list, {{ name }} stands with {{ attribute }} {{ value }}.", "{{ name }}: {{ attribute }} {{ value }}. Got it."),
-    _w("By the way, {{ name }}'s {{ attribute }} is {{ value }}.", "{{ name }}'s {{ attribute }} is {{ value }}, all right."),
+    _w(
+        "On the list, {{ name }} stands with {{ attribute }} {{ value }}.",
+        "{{ name }}: {{ attribute }} {{ value }}. Got it.",
+    ),
+    _w(
+        "By the way, {{ name }}'s {{ attribute }} is {{ value }}.",
+        "{{ name }}'s {{ attribute }} is {{ value }}, all right.",
+    ),
     _w(
         "I checked, and the {{ attribute }} of {{ name }} is {{ value }}.",
         "Confirmed: the {{ attribute }} of {{ name }} is {{ value }}.",
@@ -217,7 +231,9 @@ class WordedFact:
     answer_prefix: str
 
 
-def word_fact(rng: random.Random, *, entity: str, attribute: str, value: str, split: Split, echo: bool = True) -> WordedFact:
+def word_fact(
+    rng: random.Random, *, entity: str, attribute: str, value: str, split: Split, echo: bool = True
+) -> WordedFact:
     """State one fact in a wording of the split."""
     wording = pick(rng, wordings(split))
     question, prefix = pick(rng, QUESTIONS)

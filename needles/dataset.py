@@ -1,0 +1,271 @@
+"""Sets on disk: one Parquet row per conversation, readable by `datasets.load_dataset("parquet", data_files=…)`.
+
+    write_parquet(conversations, "sets/demo/conversations.parquet")     # streams; atomic
+    conversations = read_parquet("sets/demo/conversations.parquet")
+    suite_hash(conversations)                                           # of the content, not of the file's bytes
+
+`write_set` adds a dataset card (README.md) and set.json, so that `datasets.load_dataset("sets/demo")` works too.
+The content hash is a sha256 over one canonical JSON line per conversation; Parquet bytes depend on the pyarrow version,
+the content hash does not.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from longrecall.needles.schema import SCHEMA_VERSION, Ask, Conversation, Fact, Probe, Role, Turn
+
+_TURN = pa.struct(
+    [
+        ("turn_index", pa.int32()),
+        ("role", pa.string()),
+        ("content", pa.string()),
+        ("fact_ids", pa.list_(pa.string())),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("schema_version", pa.int32()),
+        ("conversation_id", pa.string()),
+        ("recipe", pa.string()),
+        ("seed", pa.int64()),
+        ("tokenizer_hash", pa.string()),
+        ("template_hash", pa.string()),
+        ("rungs", pa.list_(pa.int64())),
+        ("turns", pa.list_(_TURN)),
+        (
+            "facts",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("fact_id", pa.string()),
+                        ("entity", pa.string()),
+                        ("attribute", pa.string()),
+                        ("value", pa.string()),
+                        ("kind", pa.string()),
+                        ("turn_index", pa.int32()),
+                        ("supersedes", pa.string()),
+                        ("aliases", pa.list_(pa.string())),
+                    ]
+                )
+            ),
+        ),
+        (
+            "probes",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("probe_id", pa.string()),
+                        ("kind", pa.string()),
+                        ("question", pa.string()),
+                        ("gold", pa.string()),
+                        ("aliases", pa.list_(pa.string())),
+                        ("live_fact", pa.string()),
+                        ("distractor_values", pa.list_(pa.string())),
+                        ("stale_values", pa.list_(pa.string())),
+                        ("answer_prefix", pa.string()),
+                    ]
+                )
+            ),
+        ),
+        (
+            "asks",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("rung", pa.int64()),
+                        ("probe_id", pa.string()),
+                        ("turn_end", pa.int32()),
+                        ("tail", pa.list_(_TURN)),
+                        ("prompt_tokens", pa.int64()),
+                        ("fact_span", pa.list_(pa.int64())),
+                        ("depth_pct", pa.float64()),
+                        ("distance_tokens", pa.int64()),
+                        ("distance_turns", pa.int32()),
+                    ]
+                )
+            ),
+        ),
+        ("cluster_id", pa.string()),
+    ]
+)
+_GROUP_BYTES = 8 << 20
+"""A row group is closed after so much text: a streaming reader (and this writer) hold one at a time."""
+_HASH_KEY = b"longrecall.suite_hash"
+
+Record = TypeVar("Record", Turn, Fact, Probe, Ask)
+
+
+class SetError(ValueError):
+    """A set on disk is missing, broken or of another version; the message names the file."""
+
+
+def _row(record: Any) -> dict[str, Any]:
+    # dataclasses.asdict copies deeply and takes ten times as long on a conversation of a thousand turns
+    row = {}
+    for name in _names(type(record)):
+        value = getattr(record, name)
+        if isinstance(value, tuple):
+            value = [_row(item) if hasattr(item, "__dataclass_fields__") else item for item in value]
+        row[name] = value
+    return row
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    found = _NAMES.get(kind)
+    if found is None:
+        found = _NAMES[kind] = tuple(field.name for field in fields(kind))
+    return found
+
+
+def to_row(conversation: Conversation) -> dict[str, Any]:
+    """The conversation as plain lists and dicts, as the Parquet row holds it."""
+    return _row(conversation)
+
+
+def from_row(row: dict[str, Any]) -> Conversation:
+    """The conversation of a row (of `datasets`, pyarrow or JSON)."""
+
+    def turns(items: Iterable[dict[str, Any]]) -> tuple[Turn, ...]:
+        return tuple(
+            Turn(
+                turn_index=item["turn_index"],
+                role=cast(Role, item["role"]),
+                content=item["content"],
+                fact_ids=tuple(item["fact_ids"]),
+            )
+            for item in items
+        )
+
+    return Conversation(
+        schema_version=row["schema_version"],
+        conversation_id=row["conversation_id"],
+        recipe=row["recipe"],
+        seed=row["seed"],
+        tokenizer_hash=row["tokenizer_hash"],
+        template_hash=row["template_hash"],
+        rungs=tuple(row["rungs"]),
+        turns=turns(row["turns"]),
+        facts=tuple(Fact(**{**item, "aliases": tuple(item["aliases"])}) for item in row["facts"]),
+        probes=tuple(
+            Probe(
+                **{
+                    **item,
+                    "aliases": tuple(item["aliases"]),
+                    "distractor_values": tuple(item["distractor_values"]),
+                    "stale_values": tuple(item["stale_values"]),
+                }
+            )
+            for item in row["probes"]
+        ),
+        asks=tuple(
+            Ask(
+                **{
+                    **item,
+                    "tail": turns(item["tail"]),
+                    "fact_span": tuple(item["fact_span"]) if item["fact_span"] is not None else None,
+                }
+            )
+            for item in row["asks"]
+        ),
+        cluster_id=row["cluster_id"],
+    )
+
+
+def canonical_line(row: dict[str, Any]) -> bytes:
+    """The bytes that the content hash covers."""
+    return json.dumps(row, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def suite_hash(conversations: Iterable[Conversation]) -> str:
+    """sha256 over the conversations' content, in order."""
+    digest = hashlib.sha256()
+    for conversation in conversations:
+        digest.update(canonical_line(to_row(conversation)))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written."""
+
+    path: Path
+    conversations: int
+    suite_hash: str
+
+
+def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Written:
+    """Stream conversations to a Parquet file; the file appears whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    digest = hashlib.sha256()
+    count = 0
+    try:
+        with pq.ParquetWriter(partial, SCHEMA, compression="zstd", compression_level=1) as writer:
+            rows: list[dict[str, Any]] = []
+            size = 0
+            for conversation in conversations:
+                row = to_row(conversation)
+                line = canonical_line(row)
+                digest.update(line)
+                rows.append(row)
+                size += len(line)
+                count += 1
+                if size > _GROUP_BYTES:
+                    writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+                    rows, size = [], 0
+            if rows or not count:
+                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+            writer.add_key_value_metadata({_HASH_KEY: digest.hexdigest().encode()})
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Written(path=target, conversations=count, suite_hash=digest.hexdigest())
+
+
+def iter_parquet(path: str | Path) -> Iterator[Conversation]:
+    """Conversations of a set, one row group in memory at a time."""
+    try:
+        file = pq.ParquetFile(path)
+    except FileNotFoundError as error:
+        raise SetError(f"there is no set at {path}") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SetError(f"{path} is not a readable Parquet file: {error}") from error
+    with file:
+        if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+            raise SetError(f"{path} is not a set of conversations: it has no column {missing[0]!r}")
+        for batch in file.iter_batches(batch_size=16):
+            for row in batch.to_pylist():
+                if row["schema_version"] != SCHEMA_VERSION:
+                    raise SetError(
+                        f"{path} has schema version {row['schema_version']}; this program reads {SCHEMA_VERSION}"
+                    )
+                yield from_row(row)
+
+
+def read_parquet(path: str | Path) -> list[Conversation]:
+    """All conversations of a set."""
+    return list(iter_parquet(path))
+
+
+def stored_hash(path: str | Path) -> str | None:
+    """The content hash written with the file; None for a file not written by `write_parquet`."""
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SetError(f"{path} is not a readable Parquet file: {error}") from error
+    found = metadata.get(_HASH_KEY)
+    return found.decode() if found else None
