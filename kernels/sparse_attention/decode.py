@@ -42,20 +42,18 @@ def merge_splits(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> Atte
     return Attended(out, total.masked_fill(nothing, float("inf")))
 
 
-def sparse_decode(
+def attend_splits(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     indices: Tensor,
     *,
     scale: float,
-    sink: Tensor | None = None,
     split_size: int | None = None,
 ) -> Attended:
-    """Attention of q [B, H, D] over the entries `indices` [B, K] (-1: none) of k [S, D] or [B, S, D], v likewise.
+    """One partial attention per split of the index list: out fp32 [S, B, H, Dv], lse fp32 [S, B, H] (-inf: no entry).
 
-    One key head shared by all query heads (MQA). fp32 arithmetic on the values given; out in the dtype of q, lse fp32.
-    `split_size`: keys per split (None: one split). Entries not named are never read: NaN there is harmless.
+    Arguments as `sparse_decode`; what FlashMLA's split kernel hands to its merge.
     """
     B, H, D = q.shape
     shared = k.dim() == 2
@@ -64,9 +62,11 @@ def sparse_decode(
     if indices.dim() != 2 or indices.shape[0] != B:
         raise ValueError(f"indices has shape {list(indices.shape)}; q has {B} rows")
     K = indices.shape[1]
+    step = K if split_size is None else split_size
+    if split_size is not None and split_size < 1:
+        raise ValueError(f"split_size is {split_size}; at least 1")
     if K == 0 or k.shape[-2] == 0:
-        out = q.new_zeros(B, H, v.shape[-1])
-        return Attended(out, torch.full((B, H), float("inf"), dtype=torch.float32, device=q.device))
+        return Attended(q.new_zeros(1, B, H, v.shape[-1], dtype=torch.float32), q.new_full((1, B, H), float("-inf")))
     dropped = indices < 0
     safe = indices.clamp_min(0).long()
     if shared:
@@ -83,14 +83,66 @@ def sparse_decode(
     logits = torch.bmm(q.float() * scale, chosen_k.transpose(1, 2))  # [B, H, K]
     if any_dropped:
         logits.masked_fill_(dropped[:, None], float("-inf"))
-    parts = []
-    step = K if split_size is None else split_size
-    if step < 1:
-        raise ValueError(f"split_size is {split_size}; at least 1")
+    outs, lses = [], []
     for start in range(0, K, step):
         part = logits[..., start : start + step]
         lse = part.logsumexp(-1)
         p = (part - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
-        parts.append((torch.bmm(p, chosen_v[:, start : start + step]), lse))
-    merged = merge_splits(torch.stack([o for o, _ in parts]), torch.stack([l for _, l in parts]), sink)
+        outs.append(torch.bmm(p, chosen_v[:, start : start + step]))
+        lses.append(lse)
+    return Attended(torch.stack(outs), torch.stack(lses))
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    split_size: int | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Attention of q [B, H, D] over the entries `indices` [B, K] (-1: none) of k [S, D] or [B, S, D], v likewise.
+
+    One key head shared by all query heads (MQA). fp32 arithmetic on the values given; out in the dtype of q, lse fp32.
+    `split_size`: keys per split (None: one split). Entries not named are never read: NaN there is harmless.
+    backend: "torch", "triton", or "auto" (Triton on a GPU).
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend is {backend!r}; known: auto, torch, triton")
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
+        from longrecall.kernels.sparse_attention.kernel import attend_splits_triton
+
+        partial = attend_splits_triton(q, k, v, indices, scale=scale, split_size=split_size)
+    else:
+        partial = attend_splits(q, k, v, indices, scale=scale, split_size=split_size)
+    merged = merge_splits(partial.out, partial.lse, sink)
+    return Attended(merged.out.to(q.dtype), merged.lse)
+
+
+def union_decode(
+    q: Tensor,
+    window: Tensor,
+    window_tokens: Tensor,
+    entries: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    split_size: int | None = None,
+) -> Attended:
+    """DeepSeek-V4's decode: the last raw tokens together with the selected compressed entries, one softmax, one sink.
+
+    K = V. window [B, W, D]: the sliding window as a ring, of which the first min(window_tokens[b], W) slots are written
+    (softmax does not care for their order); entries [B, N, D] with indices [B, K] (-1: none). A recent token may count
+    twice, raw and inside a compressed entry: that is the model's definition.
+    """
+    B, W, _ = window.shape
+    slots = torch.arange(W, device=q.device).expand(B, W)
+    slots = torch.where(slots < window_tokens[:, None], slots, -1)
+    near = attend_splits(q, window, window, slots, scale=scale, split_size=split_size)
+    far = attend_splits(q, entries, entries, indices, scale=scale, split_size=split_size)
+    merged = merge_splits(torch.cat([near.out, far.out]), torch.cat([near.lse, far.lse]), sink)
     return Attended(merged.out.to(q.dtype), merged.lse)
