@@ -197,7 +197,7 @@ class ReferenceModel:
             self.layers.append(_Layer(config, layer, own, indexers.get(layer)))
         self.capture_indexer_topk = False
         self.last_indexer_topk: Tensor | None = None
-        """int32 [packed rows, layers with an indexer, index_topk], -1 padded, where `capture_indexer_topk` asks for it."""
+        """int32 [packed rows, layers with an indexer, index_topk], -1 padded, when `capture_indexer_topk` is set."""
 
     @classmethod
     def load(
