@@ -7,11 +7,12 @@
     prose.paragraph(rng, sentences=5) -> str
     prose.ask(rng) -> str                      # a user line that asks for more prose
 
-    facts(rng, 8, split="train") -> list[WordedFact]   # .entity .attribute .value .statement .echo .question .answer_prefix
+    facts(rng, 8, split="train") -> list[WordedFact]
+    # WordedFact: .entity .attribute .value .statement .echo .question .answer_prefix
 
     for conversation in training_conversations(seed=0, split="train", words=800):   # endless, deterministic
-        conversation.messages                  # [{"role", "content"}, …] user and assistant in turn, facts planted among prose
-        conversation.facts                     # the facts in it; the last turns ask for some of them and answer correctly
+        conversation.messages      # [{"role", "content"}, …]: user and assistant in turn, facts planted among prose
+        conversation.facts         # the facts in it; the last turns ask for some of them and answer correctly
 
 The reference build's indexer is trained on `split="train"`; the recipe `reference` asks in `split="heldout"` (other
 sentence templates, fact wordings, attributes, names and vocabulary), so its probes are new to the indexer. A held-out
@@ -119,6 +120,48 @@ WORDINGS: tuple[Wording, ...] = (
         "I checked, and the {{ attribute }} of {{ name }} is {{ value }}.",
         "Confirmed: the {{ attribute }} of {{ name }} is {{ value }}.",
     ),
+    _w(
+        "Let me tell you that the {{ attribute }} of {{ name }} is {{ value }}.",
+        "All right, the {{ attribute }} of {{ name }} is {{ value }}.",
+    ),
+    _w("{{ name }} uses {{ value }} as {{ attribute }}.", "I have {{ value }} as the {{ attribute }} of {{ name }}."),
+    _w(
+        "For your records, the {{ attribute }} of {{ name }} is {{ value }}.",
+        "Recorded: the {{ attribute }} of {{ name }} is {{ value }}.",
+    ),
+    _w(
+        "Keep in mind that {{ name }} has {{ attribute }} {{ value }}.",
+        "Yes, {{ attribute }} {{ value }} belongs to {{ name }}.",
+    ),
+    _w(
+        "Somebody set {{ name }}'s {{ attribute }} to {{ value }}.",
+        "So {{ name }}'s {{ attribute }} is now {{ value }}.",
+    ),
+    _w(
+        "Here is a detail: the {{ attribute }} of {{ name }} is {{ value }}.",
+        "I see, the {{ attribute }} of {{ name }} is {{ value }}.",
+    ),
+    _w("{{ attribute }} of {{ name }}: {{ value }}.", "{{ value }}, {{ attribute }} of {{ name }}. Noted."),
+    _w(
+        "The letter says that {{ name }}'s {{ attribute }} is {{ value }}.",
+        "Then {{ value }} is {{ name }}'s {{ attribute }}.",
+    ),
+    _w(
+        "I just learned that the {{ attribute }} of {{ name }} is {{ value }}.",
+        "Thanks for telling me that the {{ attribute }} of {{ name }} is {{ value }}.",
+    ),
+    _w(
+        "{{ name }} wrote that {{ value }} is the right {{ attribute }}.",
+        "Good, {{ value }} for {{ name }}, the {{ attribute }}.",
+    ),
+    _w(
+        "They assigned {{ attribute }} {{ value }} to {{ name }}.",
+        "{{ name }} was assigned {{ attribute }} {{ value }}.",
+    ),
+    _w(
+        "It turns out that the {{ attribute }} of {{ name }} is {{ value }}.",
+        "Fine, so the {{ attribute }} of {{ name }} is {{ value }}.",
+    ),
 )
 QUESTIONS = (
     ("What is the {{ attribute }} of {{ name }}?", "The {{ attribute }} of {{ name }} is"),
@@ -174,7 +217,7 @@ class _Slot:
 
 
 class Prose:
-    """English sentences from templates over a vocabulary; one split never shares a template or a word with the other."""
+    """English sentences from templates over a vocabulary; the two splits share no template and no word of the lists."""
 
     def __init__(self, split: Split = "all") -> None:
         self.split: Split = split

@@ -18,18 +18,18 @@ VALUE_KINDS: tuple[str, ...] = get_args(ValueKind)
 
 _MONTHS = ("January February March April May June July August September October November December").split()
 CODE_WORDS_A = (
-    "amber azure cobalt coral crimson ebony emerald golden indigo ivory jade lilac maroon ochre olive onyx pearl ruby "
-    "russet sable sapphire scarlet sienna silver topaz turquoise umber violet magenta mauve teal cyan"
+    "amber azure cobalt coral crimson ebony emerald golden indigo ivory jade lilac maroon ochre olive onyx pearl "
+    "ruby russet sable sapphire scarlet sienna silver topaz turquoise umber violet magenta mauve teal cyan"
 ).split()
 CODE_WORDS_B = (
-    "badger bison cheetah condor coyote dolphin eagle falcon ferret gazelle gecko heron ibex iguana jaguar koala lemur "
-    "leopard lynx marmot marten narwhal ocelot orca osprey otter panther pelican puffin puma raven salmon stoat tapir "
-    "tiger toucan viper walrus weasel wolverine zebra wombat"
+    "badger bison cheetah condor coyote dolphin eagle falcon ferret gazelle gecko heron ibex iguana jaguar koala "
+    "lemur leopard lynx marmot marten narwhal ocelot orca osprey otter panther pelican puffin puma raven salmon "
+    "stoat tapir tiger toucan viper walrus weasel wolverine zebra wombat"
 ).split()
 CODE_WORDS_C = (
-    "acorn aspen birch briar cactus cedar clover cypress fern ginger hazel heather holly iris ivy jasmine juniper larch "
-    "laurel lotus maple mimosa moss myrtle nettle orchid palm poppy primrose rowan saffron sage sorrel spruce thistle thyme "
-    "tulip verbena yarrow yew"
+    "acorn aspen birch briar cactus cedar clover cypress fern ginger hazel heather holly iris ivy jasmine "
+    "juniper larch laurel lotus maple mimosa moss myrtle nettle orchid palm poppy primrose rowan saffron sage "
+    "sorrel spruce thistle thyme tulip verbena yarrow yew"
 ).split()
 _SYLLABLES = "bel dor fen gal har kel lun mar nor pel quil ros sel tav ul ven wyn yor zal brin cor dal".split()
 _ENDINGS = "a o in en is ar el or um eth".split()
