@@ -1,4 +1,4 @@
-"""Filler whose tokens are counted once: a pool of sentences, and text of exactly n tokens made from it by adding counts."""
+"""Filler whose tokens are counted once: a pool of sentences, and text of exactly n tokens made by adding counts."""
 
 import random
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class Haystack:
         return out
 
     def pad(self, rng: random.Random, tokens: int) -> str | None:
-        """Phrases (after filler sentences, when long) of exactly `tokens` tokens; None when no combination has that size."""
+        """Phrases (after filler sentences, when long) of exactly `tokens` tokens; None when there is no combination."""
         if tokens < 0 or (tokens <= _FINE_MAX and not self._pad_sums[tokens]):
             return None
         out: list[str] = []

@@ -353,7 +353,6 @@ class _Assembly:
         later: list[Event] = []
         order = shuffled(rng, [place for place, group in enumerate(groups) for _ in group])
         queue = [groups[place].pop(0) for place in order]
-        fixed = sum(event.tokens for event in queue if event.required_first or not first_only and len(ends) == 1)
         room = ends[0] - start
         if first_only or len(ends) == 1:
             must = [event for event in queue if event.required_first]
@@ -387,8 +386,8 @@ class _Assembly:
         if free < 0:
             minimum = self.rungs[0] - end + needed
             raise PlantError(
-                f"rung {self.rungs[0]} is too small for recipe {self.recipe.name!r}: its facts, the template and the longest "
-                f"question need at least {minimum} tokens here"
+                f"rung {self.rungs[0]} is too small for recipe {self.recipe.name!r}: its facts, the template and the "
+                f"longest question need at least {minimum} tokens here"
             )
 
     def _positions(self, events: list[Event], start: int, end: int) -> list[tuple[Event, float]]:
@@ -423,8 +422,8 @@ class _Assembly:
         needed = sum(event.tokens for event in events)
         if needed > total:
             raise PlantError(
-                f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: {needed - total} tokens are missing "
-                f"for its facts; at least {self.rungs[-1] + needed - total} are needed there"
+                f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: {needed - total} tokens are "
+                f"missing for its facts; at least {self.rungs[-1] + needed - total} are needed there"
             )
         segment, used = first, 0
         chosen: list[list[Event]] = [[] for _ in ends]
@@ -569,7 +568,7 @@ class _Assembly:
             turn_end=turn_end,
             tail=tuple(tail),
             prompt_tokens=tokens,
-            fact_span=tuple(span) if span else None,
+            fact_span=(span.start, span.end) if span else None,
             depth_pct=round(100 * span.start / tokens, 3) if span else None,
             distance_tokens=tokens - span.end if span else None,
             distance_turns=turn_end - self.turn_of[probe.live] if probe.live is not None else None,
@@ -603,7 +602,7 @@ class _Assembly:
         )
 
     def _verify(self, conversation: Conversation) -> None:
-        """Encode prompts whole and compare with the sums: all of a short conversation's, the longest first otherwise."""
+        """Encode prompts whole and compare with the sums: all of a short conversation's, as many as cost little else."""
         budget = _ENCODE_WHOLE_TOKENS
         for ask in conversation.asks:
             budget -= ask.prompt_tokens
@@ -612,5 +611,5 @@ class _Assembly:
             realised = self.ruler.prompt_tokens(messages_for(conversation, ask))
             if realised != ask.prompt_tokens:
                 raise ExactnessError(
-                    f"{ask.probe_id}, rung {ask.rung}: planned {ask.rung}, counted {ask.prompt_tokens}, encoded {realised}"
+                    f"{ask.probe_id}: planned {ask.rung} tokens, counted {ask.prompt_tokens}, encoded {realised}"
                 )

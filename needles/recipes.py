@@ -127,7 +127,7 @@ def load_recipe(path: str | Path) -> Recipe:
     if isinstance(content.get("turn_tokens"), list):
         content["turn_tokens"] = tuple(content["turn_tokens"])
     made = tuple(_checked(Element, element, f"{path}, element {place + 1}") for place, element in enumerate(elements))
-    loaded = _checked(Recipe, {**content, "elements": made}, str(path))
+    loaded: Recipe = _checked(Recipe, {**content, "elements": made}, str(path))
     validate(loaded, str(path))
     return loaded
 

@@ -1,20 +1,20 @@
 """The ruler: how many tokens a conversation takes under one tokenizer and one chat template, exactly.
 
-    ruler = Ruler.from_folder("~/models/some-model")       # tokenizer.json, tokenizer_config.json [, chat_template.jinja]
-    ruler.render(messages, add_generation_prompt=True)      # the text the server feeds its model
-    ruler.encode(messages, add_generation_prompt=True)      # its token ids, exactly one BOS
+    ruler = Ruler.from_folder("~/models/some-model")     # tokenizer.json, tokenizer_config.json [, chat_template.jinja]
+    ruler.render(messages, add_generation_prompt=True)    # the text the server feeds its model
+    ruler.encode(messages, add_generation_prompt=True)    # its token ids, exactly one BOS
 
-Rendering follows transformers' `apply_chat_template` (jinja2 sandbox, trimmed blocks, `continue_final_message` cuts after
-the final message's content), which vLLM and SGLang call. Encoding adds no special tokens of its own: the template writes
-the BOS. A tokenizer that asks for one (`add_bos_token`) whose template writes none gets it prepended.
+Rendering follows transformers' `apply_chat_template` (jinja2 sandbox, trimmed blocks, `continue_final_message` cuts
+after the final message's content), which vLLM and SGLang call. Encoding adds no special tokens of its own: the template
+writes the BOS. A tokenizer that asks for one (`add_bos_token`) whose template writes none gets it prepended.
 
-Counting by sums. Tokenising a 131,072-token conversation costs 0.2 to 0.4 CPU-s; adding up the counts of its words costs
-a hundredth. The sum is exact when no token reaches across a cut. A cut is made only before a single space that follows
-and precedes ordinary characters, or before a control token, and only where two proofs hold for the tokenizer at hand:
-no vocabulary entry contains "<previous character><space>", so no merge can bridge the cut and the merges on either side
-are independent; and encoding every such pair of characters shows a token boundary there, so no pre-tokenizer rule
-bridges it. A last self-test compares a whole rendered conversation with the sum. A tokenizer or template that fails
-any of them is `additive = False`: then every prompt is encoded whole instead (`needles.plant` does so), slower and as exact.
+Counting by sums. Tokenising a 131,072-token conversation costs 0.2 to 0.4 CPU-s; adding up the counts of its words
+costs a tenth of that. The sum is exact when no token reaches across a cut. A cut is made only before a single space that
+follows and precedes ordinary characters, or before a control token, and only where two proofs hold for the tokenizer at
+hand: no vocabulary entry contains "<previous character><space>", so no merge can bridge the cut and the merges on either
+side are independent; and encoding every such pair of characters shows a token boundary there, so no pre-tokenizer rule
+bridges it. A last self-test compares a whole rendered conversation with the sum. A tokenizer or template that fails any
+of them is `additive = False`: then every prompt is encoded whole instead (`needles.plant` does so), slower and as exact.
 """
 
 import hashlib
@@ -211,7 +211,7 @@ class Ruler:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of the rendered messages, with exactly one BOS where the model has one; anything else is an error."""
+        """Token ids of the rendered messages; exactly one BOS where the model has one, anything else is an error."""
         text = self.render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
@@ -359,7 +359,7 @@ class Layout(NamedTuple):
     between: dict[tuple[str, str], str]
     """By (role, next role): the text between two contents."""
     closing: dict[str, str]
-    """By role of the last message: what ends the prompt (the generation prompt; nothing after a begun assistant turn)."""
+    """By role of the last message: what ends the prompt (nothing after a begun assistant turn)."""
     begun: str
     """The text between the last user content and the begun assistant turn that ends the prompt."""
 

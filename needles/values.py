@@ -1,8 +1,8 @@
 """Values that facts take, unique over a whole set, so that a value of another conversation in a reply is a cache leak.
 
-A `Values` hands out values of a kind; it never gives the same one twice, never gives two of one conversation that differ
-in a single character, and never one that contains another of the same conversation. Kinds are those of RULER (numbers,
-words, uuids) and those users ask about: dates, names, amounts, paths, code lines.
+A `Values` hands out values of a kind; it never gives the same one twice, never gives two of one conversation that
+differ in a single character, and never one that contains another of the same conversation. Kinds are those of RULER
+(numbers, words, uuids) and those users ask about: dates, names, amounts, paths, code lines.
 """
 
 import random
@@ -121,8 +121,8 @@ def aliases(value: str, kind: str) -> tuple[str, ...]:
     if kind == "amount":
         return (value[1:], value.replace(",", ""), value[1:].replace(",", ""))
     if kind == "code":
-        setting, number = value.split(" = ")
-        return (f"{setting}={number}", number)
+        setting, digits = value.split(" = ")
+        return (f"{setting}={digits}", digits)
     return ()
 
 
@@ -168,8 +168,8 @@ class Values:
             if total > room:
                 size = f" of {digits} digits" if kind in ("number", "code") else ""
                 raise ValueSpaceError(
-                    f"{conversations} conversations need {total:,} unique values of kind {kind}{size}; at most {room:,} "
-                    "can be drawn (half of the value space): ask for fewer conversations or facts, or more digits"
+                    f"{conversations} conversations need {total:,} unique values of kind {kind}{size}; at most "
+                    f"{room:,} can be drawn (half of the value space): ask for fewer conversations or facts, or more digits"
                 )
 
     def next_conversation(self) -> None:
@@ -188,7 +188,7 @@ class Values:
         )
 
     def look_alike(self, rng: random.Random, value: str, *, distance: int) -> str:
-        """A new value that differs from `value` in exactly `distance` characters (digits stay digits, letters letters)."""
+        """A new value exactly `distance` characters away from `value` (digits stay digits, letters letters)."""
         places = [place for place, character in enumerate(value) if character.isalnum()]
         if distance > len(places):
             raise ValueSpaceError(
