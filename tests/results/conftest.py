@@ -4,16 +4,29 @@ Builds: base, base-again, a known-bad control, a known-harmless control, one pat
 loses everywhere, and innocent ones. Nothing here is used by the product.
 """
 
+import base64
+import fcntl
+import json
+import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from longrecall.evals.schema import VerdictConfig
+from longrecall.needles.dataset import write_parquet
 from longrecall.needles.schema import Ask, Conversation, Fact, Probe, Turn
+from longrecall.results import run_folder
 from longrecall.results.schema import Campaign
+from longrecall.runners.journal import encode_replay
 from longrecall.runners.schema import Build, Manifest, Patch, PatchSet, Replay, Response
 
 NAMES = "Ada Boris Chen Dara Emil Farah Goro Hana Iris Jonas Kofi Lena Mara Nils Oona Petra".split()
@@ -73,7 +86,7 @@ def make_conversation(index: int, rungs: Sequence[int], n_probes: int, seed: int
             )
         )
     values = [f.value for f in facts]
-    probes = [Probe(**{**p.__dict__, "distractor_values": tuple(v for v in values if v != p.gold)}) for p in probes]
+    probes = [replace(p, distractor_values=tuple(v for v in values if v != p.gold)) for p in probes]
     asks = [
         Ask(
             rung=rung,
@@ -230,6 +243,21 @@ def simulate(
     return Simulated(campaign, suite, replays)
 
 
+def write_run(run_dir: Path, campaign: Simulated) -> Path:
+    """The simulated campaign as a run folder, before any report."""
+    run_dir.mkdir(parents=True)
+    run_folder.write_campaign(run_dir, campaign.campaign)
+    write_parquet(campaign.conversations, run_dir / run_folder.CONVERSATIONS)
+    (run_dir / run_folder.REPLAYS).write_bytes(b"".join(encode_replay(replay) for replay in campaign.replays))
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def run_writer() -> Callable[[Path, Simulated], Path]:
+    """`write_run`."""
+    return write_run
+
+
 @pytest.fixture(scope="session")
 def simulated() -> Callable[..., Simulated]:
     """`simulate`, for tests that want their own sizes."""
@@ -240,3 +268,150 @@ def simulated() -> Callable[..., Simulated]:
 def campaign40() -> Simulated:
     """The default simulated campaign: 40 conversations × 8 probes × 3 rungs × 8 builds."""
     return simulate()
+
+
+class Page:
+    """One tab of a headless Chromium, driven over the DevTools protocol."""
+
+    def __init__(self, browser: "Chromium", session: str) -> None:
+        self._browser = browser
+        self._session = session
+        self.errors: list[str] = []
+        """Console errors, uncaught exceptions and policy violations."""
+        self.requests: list[str] = []
+        """Every URL asked for, the page itself first."""
+
+    def call(self, method: str, **parameters: object) -> dict[str, Any]:
+        return self._browser.call(method, self._session, **parameters)
+
+    def see(self, method: str, parameters: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(parameters["exceptionDetails"].get("text")))
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.errors.append(str(parameters["args"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.errors.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+        elif method == "Page.javascriptDialogOpening":
+            self.errors.append(f"dialog: {parameters['message']}")
+
+    def js(self, expression: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """One key, down and up."""
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                text=text * (kind == "keyDown"),
+            )
+
+    def screenshot(self, path: Path) -> None:
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(data["data"]))
+
+
+class Chromium:
+    """A headless Chromium over a pipe: no port, no driver, nothing to install but the browser."""
+
+    def __init__(self, executable: str, profile: Path) -> None:
+        to_browser, from_browser = os.pipe(), os.pipe()
+        # numbers far from 3 and 4, so that the dup2 below overwrites neither
+        inner = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (to_browser[0], from_browser[1])]
+        for fd in (to_browser[0], from_browser[1]):
+            os.close(fd)
+
+        def wire() -> None:
+            os.dup2(inner[0], 3)
+            os.dup2(inner[1], 4)
+
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        self._process = subprocess.Popen(
+            [executable, *flags, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=wire,
+            pass_fds=(3, 4),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for fd in inner:
+            os.close(fd)
+        self._out, self._in = to_browser[1], from_browser[0]
+        self._buffer = b""
+        self._number = 0
+        self._pages: dict[str, Page] = {}
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError("Chromium did not answer in time")
+            data = os.read(self._in, 1 << 20)
+            if not data:
+                raise RuntimeError("Chromium went away")
+            self._buffer += data
+        message, self._buffer = self._buffer.split(b"\0", 1)
+        return json.loads(message)  # type: ignore[no-any-return]
+
+    def call(self, method: str, session: str | None = None, **parameters: object) -> dict[str, Any]:
+        """One protocol call; events that come before its answer go to their pages."""
+        self._number += 1
+        number = self._number
+        message = {"id": number, "method": method, "params": parameters}
+        if session:
+            message["sessionId"] = session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + 60
+        while True:
+            answer = self._receive(deadline)
+            if answer.get("id") == number:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]  # type: ignore[no-any-return]
+            self._event(answer)
+
+    def _event(self, message: dict[str, Any]) -> None:
+        page = self._pages.get(message.get("sessionId", ""))
+        if page is not None and "method" in message:
+            page.see(message["method"], message["params"])
+
+    def open(self, path: Path, *, dark: bool = False, width: int = 1280, height: int = 900) -> Page:
+        """A new tab with the file loaded; scripts, fonts and layout have settled."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = self._pages[session] = Page(self, session)
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            page.call(f"{domain}.enable")
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        page.call("Emulation.setEmulatedMedia", features=scheme)
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        page.call("Page.navigate", url=path.absolute().as_uri())
+        loaded = "document.readyState === 'complete' ? done(1) : addEventListener('load', () => done(1))"
+        page.js(f"new Promise(done => {loaded}).then(() => document.fonts.ready).then(() => 1)")
+        return page
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=10)
+        os.close(self._out)
+        os.close(self._in)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """A running headless Chromium; tests that need one are skipped where none is installed."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    executable = next((found for name in names if (found := shutil.which(name))), None)
+    if executable is None:
+        pytest.skip(f"no Chromium on this machine (looked for {', '.join(names)})")
+    running = Chromium(executable, tmp_path_factory.mktemp("chromium"))
+    yield running
+    running.close()

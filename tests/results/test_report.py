@@ -1,0 +1,258 @@
+"""Reports of a simulated campaign: the numbers, the page in a real browser, and replies that want to break it."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from longrecall.results import charts, run_folder
+from longrecall.results.flips import find_flips, visible
+from longrecall.results.main import build_app
+from longrecall.results.report import assemble, write_reports
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, campaign40: Any, run_writer: Callable[..., Path]) -> Path:
+    """A finished simulated run with its reports."""
+    folder = run_writer(tmp_path_factory.mktemp("runs") / campaign40.campaign.run_id, campaign40)
+    write_reports(folder)
+    return folder
+
+
+def test_report_json_has_the_agreed_keys(run_dir: Path) -> None:
+    report = json.loads((run_dir / run_folder.REPORT_JSON).read_text())
+    wanted = "schema_version run_id suite_hash partial builds rungs curves comparisons verdicts controls missing"
+    assert set(wanted.split()) <= set(report)
+    assert set(report["controls"]) == {"aa", "positive", "negative"}
+    fields = "patch verdict delta_recall ci_low ci_high p_value n_conversations n_probes more_conversations_needed"
+    assert all(set(fields.split()) <= set(verdict) for verdict in report["verdicts"])
+    assert report["partial"] is False
+
+
+def test_verdicts_match_what_was_simulated(run_dir: Path, campaign40: Any) -> None:
+    report = run_folder.load_report(run_dir)
+    expected = {p.patch_id: p.expect for p in campaign40.campaign.patchset.patches}
+    assert {v.patch: v.verdict for v in report.verdicts} == expected
+
+
+def test_report_is_the_same_from_stored_files_at_any_time(run_dir: Path) -> None:
+    stored, again = run_folder.load_report(run_dir), assemble(run_dir)
+    assert (stored.verdicts, stored.comparisons, stored.curves) == (again.verdicts, again.comparisons, again.curves)
+
+
+def test_flips_agree_with_the_comparisons(run_dir: Path, campaign40: Any) -> None:
+    report = run_folder.load_report(run_dir)
+    scores = run_folder.load_scores(run_dir)
+    others = [b.build_id for b in report.builds if b.build_id != "base"]
+    flips = find_flips(scores, campaign40.conversations, campaign40.replays, others)
+    for comparison in report.comparisons:
+        if comparison.rung is None:
+            continue
+        replies = [r for f in flips[comparison.candidate] for r in f.replies if r.rung == comparison.rung]
+        counts = Counter(r.direction for r in replies)
+        assert (counts["lost"], counts["gained"]) == (comparison.lost, comparison.gained)
+    lines = (run_dir / run_folder.FLIPS).read_text().splitlines()
+    assert len(lines) == sum(len(own) for own in flips.values())
+
+
+def test_unfinished_run_is_partial_and_says_so(
+    tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / "run", campaign40)
+    journal = folder / run_folder.REPLAYS
+    data = journal.read_bytes()
+    journal.write_bytes(data[: len(data) // 3])  # cut in the middle of a line
+    report = write_reports(folder)
+    assert report.partial
+    assert "This run is not finished" in (folder / run_folder.REPORT_HTML).read_text()
+    assert "This run is not finished" in (folder / run_folder.REPORT_MD).read_text()
+
+
+def test_campaign_without_a_single_reply_still_reports(
+    tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / "run", campaign40)
+    (folder / run_folder.REPLAYS).unlink()
+    report = write_reports(folder)
+    assert report.partial
+    assert {v.verdict for v in report.verdicts} == {"inconclusive"}
+
+
+def test_replay_of_an_unknown_conversation_names_the_file(
+    tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / "run", campaign40)
+    journal = folder / run_folder.REPLAYS
+    journal.write_bytes(journal.read_bytes().replace(b'"c0000"', b'"c9999"', 1))
+    result = CliRunner().invoke(build_app(["report"]), ["report", str(folder)])
+    assert result.exit_code == 2
+    assert re.search(r"longrecall: error: .*replays\.jsonl: conversation c9999", result.output)
+
+
+def test_command_prints_one_json_document_last(run_dir: Path) -> None:
+    result = CliRunner().invoke(build_app(["report"]), ["report", str(run_dir), "--png"])
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.output.splitlines()[-1])
+    assert last["verdicts"]["index-rotation-one-sided"] == "culprit"
+    assert (run_dir / "charts" / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_markdown_holds_every_patch_and_rung(run_dir: Path, campaign40: Any) -> None:
+    text = (run_dir / run_folder.REPORT_MD).read_text()
+    for patch in campaign40.campaign.patchset.patches:
+        assert patch.patch_id in text
+    for rung in campaign40.campaign.rungs:
+        assert f"{rung:,}" in text
+
+
+def test_heat_map_tints_keep_text_readable() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        high, low = sorted((luminance(one), luminance(other)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    def mix(one: str, other: str, share: float) -> str:
+        pairs = [(int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
+        return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in pairs)
+
+    for palette in (charts.LIGHT, charts.DARK):
+        for tone in charts.TONES:
+            assert contrast(palette[tone], palette["paper"]) >= 4.5, tone
+        assert contrast(palette["muted"], palette["paper"]) >= 4.5
+        assert contrast(palette["muted"], palette["shade"]) >= 4.5
+        for tone in ("culprit", "exonerated"):
+            assert contrast(palette["ink"], mix(palette[tone], palette["paper"], 0.42)) >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_page_draws_in_a_browser_without_error_or_request(browser: Any, run_dir: Path, dark: bool) -> None:
+    page = browser.open(run_dir / run_folder.REPORT_HTML, dark=dark)
+    assert page.errors == []
+    assert [url for url in page.requests if not url.startswith("data:")] == page.requests[:1]
+    shapes = page.js("[...document.querySelectorAll('svg[role=img]')].map(s => s.querySelectorAll('path').length)")
+    assert len(shapes) >= 9
+    assert all(n > 5 for n in shapes)
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+    paper = page.js("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(21, 23, 27)" if dark else "rgb(253, 252, 249)")
+    named = "[...document.querySelectorAll('svg[role=img]')].every(s => s.querySelector('title').textContent)"
+    assert page.js(named)
+    behind = "[...document.querySelectorAll('#curves,#differences')].every(s => s.querySelector('details.data table'))"
+    assert page.js(behind)
+
+
+def test_narrow_screen_has_no_sideways_scroll(browser: Any, run_dir: Path) -> None:
+    page = browser.open(run_dir / run_folder.REPORT_HTML, width=390)
+    assert page.js("document.documentElement.scrollWidth") <= 390
+
+
+def test_keyboard_reaches_and_opens_a_flip(browser: Any, run_dir: Path) -> None:
+    page = browser.open(run_dir / run_folder.REPORT_HTML)
+    page.press("Tab", 9)
+    assert page.js("document.activeElement.className") == "skip"
+    page.js("document.querySelector('.flip summary').focus()")
+    page.press("Enter", 13, "\r")
+    assert page.js("document.querySelector('.flip').open")
+    assert page.js("document.querySelector('.flip mark').textContent.length") == 5
+    page.js("document.querySelector('select[name=direction]').value = 'gained'")
+    page.js("document.querySelector('form.filters').dispatchEvent(new Event('input'))")
+    shown = "[...document.querySelector('form.filters + div').querySelectorAll('.flip')].filter(f => !f.hidden)"
+    assert page.js(f"{shown}.every(f => f.dataset.direction.includes('gained'))")
+    assert page.js(f"{shown}.length") < page.js("document.querySelector('form.filters + div').children.length")
+
+
+def test_link_to_a_flip_opens_it(browser: Any, run_dir: Path) -> None:
+    page = browser.open(run_dir / run_folder.REPORT_HTML)
+    page.js("location.hash = '#' + document.querySelectorAll('.flip')[3].id")
+    assert page.js("new Promise(done => setTimeout(() => done(document.querySelectorAll('.flip')[3].open), 50))")
+
+
+HOSTILE = [
+    "<script>window.owned=1;fetch('https://evil.example/x')</script>",
+    "<img src=x onerror='window.owned=1'><svg onload='window.owned=1'>",
+    "</script><script>window.owned=1</script>",
+    "]]>--></style></template></textarea></title><script>window.owned=1</script>",
+    '" onmouseover="window.owned=1" style="position:fixed;inset:0;background:red" x="',
+    "<a href='javascript:window.owned=1'>click</a><iframe src='https://evil.example'></iframe>",
+    "<style>*{display:none!important}</style><link rel=stylesheet href='https://evil.example/a.css'>",
+    "<meta http-equiv=refresh content='0;url=https://evil.example'><base href='https://evil.example/'>",
+    "safe \u202e gnp.exe \u2066\u2067\u202d\u200f hidden \u2069",
+    "nul \x00 bell \x07 escape \x1b[31m red \x9b31m \u2028 line \u2029 paragraph \ufeff bom \ufffe",
+    "zalgo " + "a" + "\u0300\u0301\u0302\u0489" * 400,
+    "x" * 1_000_000,
+    "word " * 200_000,
+    "lone \ud800 surrogate \udfff and \ufffd",
+    "{{ 7*7 }} {% raw %} ${7*7} #{7*7} <%= 7*7 %>",
+    "| a | b |\n|---|---|\n<!-- <details open> @everyone `code` ](javascript:window.owned=1)",
+]
+
+
+def test_hostile_replies_execute_nothing_and_break_no_layout(
+    browser: Any, tmp_path: Path, simulated: Callable[..., Any], run_writer: Callable[..., Path]
+) -> None:
+    turn = iter(range(10**9))
+    campaign = simulated(
+        conversations=8,
+        probes=4,
+        rungs=(448, 1024),
+        say=lambda build, text: text if build != "index-keys-fp8" else HOSTILE[next(turn) % len(HOSTILE)],
+    )
+    folder = run_writer(tmp_path / "run", campaign)
+    write_reports(folder)
+    html = (folder / run_folder.REPORT_HTML).read_bytes()
+    assert len(html) < 3_000_000
+    html.decode("utf-8")
+    page = browser.open(folder / run_folder.REPORT_HTML)
+    page.js("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    over = "e.dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+    page.js(f"document.querySelectorAll('.text,.q').forEach(e => {over})")
+    # off-screen flips are not laid out; for the measurements below, all of them are
+    page.js("document.querySelectorAll('.flip').forEach(f => { f.style.contentVisibility = 'visible' })")
+    assert page.js("new Promise(done => setTimeout(() => done(typeof window.owned), 100))") == "undefined"
+    assert page.errors == []
+    assert len(page.requests) == 1 or all(url.startswith("data:") for url in page.requests[1:])
+    seen = page.js("document.querySelector('#flips').textContent")
+    assert "<script>window.owned=1" in seen
+    assert "⟦U+202E⟧" in seen
+    assert "\u202e" not in html.decode()
+    for width in (1280, 390):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert page.js("document.documentElement.scrollWidth") <= width
+    inside = "[...document.querySelectorAll('.replies td')].every(c => c.getBoundingClientRect().height < 700)"
+    assert page.js(inside)
+    markdown = (folder / run_folder.REPORT_MD).read_text()
+    assert "<script>" not in markdown
+
+
+def test_visible_never_lets_a_control_through() -> None:
+    text = "".join(map(chr, range(0x250))) + "".join(map(chr, range(0x2000, 0x2070))) + "\ud800\ufeff\U000e0041"
+    shown = visible(text, 10_000)
+    assert not set(shown) & set(
+        "\x00\x07\x1b\x7f\x9b\xad\u200b\u200e\u202a\u202e\u2066\u2069\u2028\ufeff\ud800\U000e0041"
+    )
+    shown.encode("utf-8")
+
+
+def test_page_stays_small_for_a_large_campaign(
+    tmp_path: Path, simulated: Callable[..., Any], run_writer: Callable[..., Path]
+) -> None:
+    """12 builds × 8 rungs is the size that the page is made for; many flips are cut by room, not by count."""
+    from longrecall.results.page import pick_flips
+
+    campaign = simulated(conversations=30, probes=8, rungs=(448, 1024, 2048), flips=0.2)
+    folder = run_writer(tmp_path / "run", campaign)
+    write_reports(folder)
+    assert (folder / run_folder.REPORT_HTML).stat().st_size < 3_000_000
+    flips = find_flips(run_folder.load_scores(folder), campaign.conversations, campaign.replays, ["mhc-bf16", "noop"])
+    shown, n_shown, n_all = pick_flips(flips, 40_000)
+    assert 0 < n_shown < n_all
+    assert abs(len(shown["mhc-bf16"]) - len(shown["noop"])) <= 1
