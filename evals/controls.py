@@ -37,7 +37,8 @@ def aa_control(family: Family, compared: list[list[Comparison]]) -> ControlResul
     if adjusted[worst] <= config.aa_alpha:
         detail = (
             f"the base build differs from itself by {100 * mean[worst]:+.1f} points "
-            f"at {family.cells.rungs[worst]} tokens (p = {adjusted[worst]:.2g}): something besides the patch changed between builds"
+            f"at {family.cells.rungs[worst]} tokens (p = {adjusted[worst]:.2g}): "
+            "something besides the patch changed between builds"
         )
         return ControlResult(name="aa", build=name, passed=False, detail=detail, comparisons=shown)
     df = np.maximum(n - 1, 1)
@@ -47,7 +48,8 @@ def aa_control(family: Family, compared: list[list[Comparison]]) -> ControlResul
     if reach[widest] > config.margin:
         detail = (
             f"base against itself is known only to ±{100 * reach[widest]:.1f} points "
-            f"at {family.cells.rungs[widest]} tokens, more than the margin of {100 * config.margin:.1f}: more conversations or a larger margin are needed"
+            f"at {family.cells.rungs[widest]} tokens, more than the margin of "
+            f"{100 * config.margin:.1f}: more conversations or a larger margin are needed"
         )
         return ControlResult(name="aa", build=name, passed=False, detail=detail, comparisons=shown)
     flips, total = int(part.lost[-1] + part.gained[-1]), int(part.n_probes[-1])

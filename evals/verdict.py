@@ -141,7 +141,8 @@ def _verdict(family: Family, i: int, controls: Sequence[ControlResult]) -> Verdi
         p_value = _equivalence_p(family, rows)
         reason = (
             f"a loss of {100 * config.margin:.0f} points is excluded at every rung: bounds "
-            f"{100 * evidence.lower_t[rows].min():+.1f} (cluster-t) and {100 * evidence.lower_tango[rows].min():+.1f} (Tango, n = conversations)"
+            f"{100 * evidence.lower_t[rows].min():+.1f} (cluster-t) "
+            f"and {100 * evidence.lower_tango[rows].min():+.1f} (Tango, n = conversations)"
         )
     else:
         name, reason = "inconclusive", refusals[0]
@@ -195,8 +196,8 @@ def _exoneration_refusals(family: Family, i: int, controls: Sequence[ControlResu
     poor = np.flatnonzero(base * MAX_MARGIN_SHARE < config.margin - 1e-9)
     if len(poor):
         reasons.append(
-            f"the baseline recalls {base[poor[0]]:.2f} at {family.cells.rungs[int(poor[0])]} tokens: too little is there "
-            f"to lose for a margin of {config.margin:.2f} to mean anything"
+            f"the baseline recalls {base[poor[0]]:.2f} at {family.cells.rungs[int(poor[0])]} tokens: too little "
+            f"is there to lose for a margin of {config.margin:.2f} to mean anything"
         )
     lost = [
         float(-np.nanmin(family.evidence.mean[family.offset(k) : family.offset(k) + n_rungs]))
