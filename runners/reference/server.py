@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from longrecall.runners.reference.engine import Engine
     from longrecall.runners.reference.protocol import Limits
     from longrecall.runners.reference.tokenizer import TextTokenizer
 
+DTYPES = ("auto", "bfloat16", "float32")
 GRACE_S = 1  # running requests get this long after SIGTERM
 
 
@@ -65,6 +66,15 @@ class ServerArgs:
     die_with_parent: bool = False
     """End when the process that started this one ends (Linux)."""
 
+    def __post_init__(self) -> None:
+        for name in ("threads", "chunked_prefill_size", "max_running_requests", "max_total_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"--port {self.port}: must be from 0 to 65535")
+
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """The arguments of a command line; argparse exits with 2 on an unknown or malformed one."""
@@ -77,18 +87,14 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
         flag, default = "--" + f.name.replace("_", "-"), getattr(defaults, f.name)
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
-        elif f.name == "dtype":
-            parser.add_argument(flag, choices=("auto", "bfloat16", "float32"), default=default)
         else:
             shown = "" if default is None else f"default {default}"
             parser.add_argument(flag, type=kinds.get(f.name, type(default)), default=default, help=shown)
-    args = ServerArgs(**vars(parser.parse_args(argv)))
-    for name in ("threads", "chunked_prefill_size", "max_running_requests", "max_total_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    if not 0 <= args.port < 65536:
-        parser.error(f"--port {args.port}: must be from 0 to 65535")
-    return args
+    given = parser.parse_args(argv)
+    try:
+        return ServerArgs(**vars(given))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def die_with_parent() -> None:
@@ -164,8 +170,8 @@ def server_info(
     }
 
 
-def serve(args: ServerArgs) -> int:
-    """Load, serve until SIGTERM or SIGINT, and return the exit code."""
+def serve(args: ServerArgs) -> None:
+    """Load, and serve until SIGTERM or SIGINT."""
     if args.die_with_parent:
         die_with_parent()
     started = time.time()
@@ -185,7 +191,7 @@ def serve(args: ServerArgs) -> int:
     torch.set_num_threads(args.threads)
     torch.set_num_interop_threads(1)
     folder = args.folder or reference_folder()
-    dtype = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     model = ReferenceModel.load(folder, device=args.device, dtype=dtype, **_overrides(args))
     tokenizer = TextTokenizer.from_folder(folder)
     longest = model.config.max_position_embeddings
@@ -216,7 +222,6 @@ def serve(args: ServerArgs) -> int:
     }
     engine.start()
     run_http(Api(engine, limits, lambda: fixed).app(), bound, engine, port)
-    return 0
 
 
 def run_http(app: Any, bound: socket.socket, engine: "Engine", port: int) -> None:
@@ -248,20 +253,25 @@ def run_http(app: Any, bound: socket.socket, engine: "Engine", port: int) -> Non
         engine.stop(timeout_s=GRACE_S)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 stopped by a signal, 2 wrong arguments or files, 3 cannot serve."""
-    args = parse_args(argv)
+def run(args: ServerArgs) -> NoReturn:
+    """Serve, then end the process. Exit codes: 0 stopped by a signal, 2 wrong arguments or files, 3 cannot serve."""
+    code = 0
     try:
-        return serve(args)
+        serve(args)
     except KeyboardInterrupt:
-        return 0
+        pass
     except (ValueError, ServerError) as error:
-        print(f"longrecall: error: {error}", file=sys.stderr, flush=True)
-        return 3 if isinstance(error, ServerError) else 2
+        print(f"longrecall: error: {error}", file=sys.stderr)
+        code = 3 if isinstance(error, ServerError) else 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the model's thread may be inside a step, and interpreter shutdown would trip over it
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The command line; see the module's docstring."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the model's thread may be inside a step; nothing is left to clean up
+    main()
