@@ -260,6 +260,72 @@ def _weights_argument(weights: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[-1]), [tile.n, tile.k])
 
 
+# tl.dot's default for fp32 is TF32, 3e-4 off
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def gate_up(x: Tensor, w13: Tensor, plan: Plan, num_topk: int, tile: Tile, limit: float | None) -> Tensor:
+    """K2: x [T, C], w13 [E, 2F, C] -> h [T K, F] in expert order."""
+    (T, C), E, F = x.shape, w13.shape[0], w13.shape[1] // 2
+    h = torch.empty(T * num_topk, F, dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(plan.max_blocks * triton.cdiv(F, tile.n),)](
+        x,
+        _weights_argument(w13, tile),
+        h,
+        plan.order,
+        plan.offsets,
+        plan.blocks,
+        E,
+        C,
+        F,
+        0.0 if limit is None else limit,
+        NUM_TOPK=num_topk,
+        HAS_LIMIT=limit is not None,
+        TMA=tile.tma,
+        EVEN_N=F % tile.n == 0,
+        EVEN_K=C % tile.k == 0,
+        PRECISION=_precision(x),
+        E_POW2=triton.next_power_of_2(E),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return h
+
+
+def down(h: Tensor, w2: Tensor, topk_weights: Tensor | None, plan: Plan, tile: Tile) -> Tensor:
+    """K3: h [T K, F] in expert order, w2 [E, C, F] -> [T K, C] in token order, times the weights when given."""
+    E, C, F = w2.shape
+    y = torch.empty(h.shape[0], C, dtype=h.dtype, device=h.device)
+    _down_kernel[(plan.max_blocks * triton.cdiv(C, tile.n),)](
+        h,
+        _weights_argument(w2, tile),
+        y,
+        plan.order,
+        h if topk_weights is None else topk_weights,
+        plan.offsets,
+        plan.blocks,
+        E,
+        C,
+        F,
+        WEIGHTED=topk_weights is not None,
+        TMA=tile.tma,
+        EVEN_N=C % tile.n == 0,
+        EVEN_K=F % tile.k == 0,
+        PRECISION=_precision(h),
+        E_POW2=triton.next_power_of_2(E),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
 def moe_experts_triton(
     x: Tensor,
     w13: Tensor,
@@ -272,71 +338,18 @@ def moe_experts_triton(
 ) -> Tensor:
     """`moe_experts` on a GPU (or Triton's interpreter): plain contiguous weights in x's dtype; shapes checked there."""
     T, C = x.shape
-    K = topk.idx.shape[1]
-    E, F = w13.shape[0], w2.shape[2]
+    K, E = topk.idx.shape[1], w13.shape[0]
     if w13.dtype != x.dtype or w2.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}; the Triton path wants one dtype")
-    y = torch.empty(T, K, C, dtype=x.dtype, device=x.device)
     if T == 0:
-        return y
+        return x.new_empty(T, K, C)
     tiles = tiles or tiles_for(T * K / min(E, T * K))
-    one, two = tiles
-    if one.m != two.m:
-        raise ValueError(f"the two GEMMs share the row blocks; got {one.m} and {two.m} rows")
-    x, w13, w2 = x.contiguous(), w13.contiguous(), w2.contiguous()
-    plan = make_plan(topk.idx, E, one.m)
-    h = torch.empty(T * K, F, dtype=x.dtype, device=x.device)
-    # tl.dot's default for fp32 is TF32, 3e-4 off
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    e_pow2 = triton.next_power_of_2(E)
-    _gate_up_kernel[(plan.max_blocks * triton.cdiv(F, one.n),)](
-        x,
-        _weights_argument(w13, one),
-        h,
-        plan.order,
-        plan.offsets,
-        plan.blocks,
-        E,
-        C,
-        F,
-        0.0 if swiglu_limit is None else swiglu_limit,
-        NUM_TOPK=K,
-        HAS_LIMIT=swiglu_limit is not None,
-        TMA=one.tma,
-        EVEN_N=F % one.n == 0,
-        EVEN_K=C % one.k == 0,
-        PRECISION=precision,
-        E_POW2=e_pow2,
-        BLOCK_M=one.m,
-        BLOCK_N=one.n,
-        BLOCK_K=one.k,
-        num_warps=one.warps,
-        num_stages=one.stages,
-    )
-    _down_kernel[(plan.max_blocks * triton.cdiv(C, two.n),)](
-        h,
-        _weights_argument(w2, two),
-        y,
-        plan.order,
-        topk.weights.float().contiguous(),
-        plan.offsets,
-        plan.blocks,
-        E,
-        C,
-        F,
-        WEIGHTED=weighted,
-        TMA=two.tma,
-        EVEN_N=C % two.n == 0,
-        EVEN_K=F % two.k == 0,
-        PRECISION=precision,
-        E_POW2=e_pow2,
-        BLOCK_M=two.m,
-        BLOCK_N=two.n,
-        BLOCK_K=two.k,
-        num_warps=two.warps,
-        num_stages=two.stages,
-    )
-    return y
+    if tiles.gate_up.m != tiles.down.m:
+        raise ValueError(f"the two GEMMs share the row blocks; got {tiles.gate_up.m} and {tiles.down.m} rows")
+    plan = make_plan(topk.idx, E, tiles.gate_up.m)
+    h = gate_up(x.contiguous(), w13.contiguous(), plan, K, tiles.gate_up, swiglu_limit)
+    weights = topk.weights.float().contiguous() if weighted else None
+    return down(h, w2.contiguous(), weights, plan, tiles.down).view(T, K, C)
 
 
 def moe_sum_reduce_triton(expert_out: Tensor, topk_weights: Tensor | None, routed_scaling_factor: float) -> Tensor:

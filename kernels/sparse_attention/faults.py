@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from longrecall.kernels.faults import Fault, Signature
 from longrecall.kernels.sparse_attention.decode import Attended, attend_splits, merge_splits
 
 DecodeFault = Literal[
@@ -127,3 +128,78 @@ def logits_kl(base: Tensor, other: Tensor) -> Tensor:
     """KL(base ‖ other) of each row of logits [..., V], fp64 nats."""
     p, q = base.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
+
+
+_DECODE_ONLY = Signature(below_onset=True, selection="untouched", grows_with_length=True, phases=("decode",))
+_DECODE_FLAT = Signature(below_onset=True, selection="untouched", grows_with_length=False, phases=("decode",))
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        name="sink-per-split",
+        part="sparse_attention",
+        title="the attention sink enters the denominator once per split of the keys instead of once",
+        sources=("deepseek-ai/FlashMLA tests/ref.py",),
+        signature=_DECODE_ONLY,
+        switch={"fault": "sink_per_split"},
+    ),
+    Fault(
+        name="split-merge-base2",
+        part="sparse_attention",
+        title="splits are merged with base-2 lse read as natural logarithms",
+        sources=("deepseek-ai/FlashMLA README",),
+        signature=_DECODE_ONLY,
+        switch={"fault": "lse_base2"},
+    ),
+    Fault(
+        name="stale-split-lengths",
+        part="sparse_attention",
+        title="scheduler metadata of an earlier step: the newest entries are never read",
+        sources=("deepseek-ai/FlashMLA README",),
+        signature=_DECODE_FLAT,
+        switch={"fault": "stale_lengths"},
+    ),
+    Fault(
+        name="garbage-index-padding",
+        part="sparse_attention",
+        title="the index list is padded to a multiple of 64 with ids of other entries instead of -1",
+        sources=("sgl-project/sglang 0.5.23 dsv4 backend",),
+        signature=Signature(
+            below_onset=True, selection="untouched", grows_with_length=False, phases=("decode",), in_indexer_topk=False
+        ),
+        switch={"fault": "garbage_padding"},
+    ),
+    Fault(
+        name="window-ring-wrap",
+        part="sparse_attention",
+        title="the sliding-window ring is read one slot off once it has wrapped",
+        sources=("ROCm/ATOM#1417", "sgl-project/sglang#30339"),
+        signature=_DECODE_FLAT,
+        switch={"fault": "window_wrap"},
+    ),
+    Fault(
+        name="block-table-as-ids",
+        part="sparse_attention",
+        title="logical positions are used where physical slots are expected",
+        sources=("sgl-project/sglang 0.5.23 SGLANG_DSA_FUSE_TOPK",),
+        signature=_DECODE_ONLY,
+        switch={"fault": "block_table_as_ids"},
+    ),
+    Fault(
+        name="nan-in-masked-slot",
+        part="sparse_attention",
+        title="a masked slot's NaN is multiplied by probability zero instead of being dropped",
+        sources=("deepseek-ai/FlashMLA tests/ref.py",),
+        signature=_DECODE_FLAT,
+        switch={"fault": "nan_in_masked_slot"},
+    ),
+    Fault(
+        name="zero-tile-nan",
+        part="sparse_attention",
+        title="an all-zero 128-tile of a 656-byte KV row is stored with scale 0 and reads back as NaN",
+        sources=("sgl-project/sglang 0.5.23 kernels/ops/quantization/dsa_quant_k_cache.py",),
+        signature=Signature(
+            below_onset=True, selection="untouched", grows_with_length=True, phases=("prefill", "decode")
+        ),
+        switch={"scale": "plain"},
+    ),
+)
