@@ -126,7 +126,7 @@ def attend_splits_triton(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_H=block_h,
         BLOCK_S=block_s,
-        num_warps=4,
+        num_warps=8 if DV > 256 else 4,  # four warps spill the [16, 512] accumulator
         num_stages=2,
     )
     return Attended(out, lse)
