@@ -1,9 +1,12 @@
-"""Commands of runners/: `longrecall serve`.
+"""Commands of runners/: `longrecall serve` and `longrecall builds`.
 
 longrecall serve                          # the reference build on port 8000
 longrecall serve --port 0 --index-topk 1024 --threads 2
+longrecall builds patchsets/reference.toml
+longrecall builds patchsets/reference.toml --json
 """
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -45,3 +48,48 @@ def serve(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     run(args)
+
+
+def builds(
+    patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document with every manifest.")] = False,
+) -> None:
+    """Make the source trees of a patchset's builds and show how each differs from the base; starts nothing."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from longrecall.runners.builds import ModelFolder, given_builds, prepare_builds
+    from longrecall.runners.engines import engine_of
+    from longrecall.runners.patchset import load_patchset
+
+    try:
+        read = load_patchset(patchset)
+        engine = engine_of(read)
+        unknown = ModelFolder(path=Path("{model}"), weights_hash=None, tokenizer_hash=None, template_hash=None)
+        prepared = prepare_builds(read, engine, unknown, threads=1) if engine.launches else given_builds(read)
+    except (ValueError, OSError) as problem:
+        typer.echo(f"longrecall: error: {problem}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        document = [
+            {**asdict(item.build), "tree": str(item.tree), "command": item.command, "endpoint": item.endpoint}
+            for item in prepared
+        ]
+        typer.echo(json.dumps(document, separators=(",", ":")))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for head in ("build", "role", "source", "differs from the base by"):
+        table.add_column(head, overflow="fold")
+    patches = {patch.patch_id: patch for patch in read.patches}
+    for item in prepared:
+        patch = patches.get(item.build.build_id)
+        settings = [f"{name}={value}" for name, value in patch.env.items()] if patch else []
+        parts = [*patch.diffs, *settings, " ".join(patch.args), patch.endpoint or ""] if patch else []
+        manifest = item.build.manifest
+        source = manifest.tree_hash[:12] if manifest else item.endpoint or ""
+        differs = ", ".join(part for part in parts if part) or "nothing"
+        table.add_row(item.build.build_id, item.build.role, source, escape(differs))
+    Console().print(table)

@@ -1,0 +1,637 @@
+"""A campaign: builds are made and served, every planned question is asked of each, and the replies are judged.
+
+plan      patchset, model folder, conversations, builds: everything that is decided before the first request
+folder    results/runs/<UTC time>-<patchset>-<key>: the key is a hash of the plan, so that the same command finds
+          its unfinished run and goes on with it
+serve     one process per build, ready when it has generated a token; what each says of itself must be the same
+          but for the named patch
+ask       runners/replay.py, with the journal on the disk before and after every request
+judge     results/report.py, from the run folder alone
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from longrecall.evals.running import RunningVerdicts
+from longrecall.evals.schema import VerdictConfig
+from longrecall.evals.score import foreign_index, score_replay
+from longrecall.needles.dataset import read_parquet, suite_hash, write_parquet
+from longrecall.needles.plant import make_conversations
+from longrecall.needles.recipes import recipe as named_recipe
+from longrecall.needles.render import Ruler, messages_for
+from longrecall.needles.schema import Conversation
+from longrecall.results import run_folder
+from longrecall.results.schema import Campaign, Report
+from longrecall.runners.builds import (
+    BASE,
+    ModelFolder,
+    PreparedBuild,
+    check_builds,
+    given_builds,
+    prepare_builds,
+    with_server_info,
+)
+from longrecall.runners.client import connect
+from longrecall.runners.engines import Engine, engine_of
+from longrecall.runners.journal import Journal, JournalError
+from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
+from longrecall.runners.processes import HeldPort, Server, ServerError, stop_all
+from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay
+from longrecall.runners.schema import Build, PatchSet
+
+DEFAULT_MARGIN = 0.10
+STOP = ("\n",)
+
+
+class CampaignError(RuntimeError):
+    """A campaign that could not be finished; what was answered is kept in its run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `longrecall eval` was asked for."""
+
+    patchset: Path
+    rungs: tuple[int, ...] = (448, 1024, 2048)
+    conversations: int = 40
+    seed: int = 0
+    recipe: str = "reference"
+    only: tuple[str, ...] = ()
+    """Patch ids to run; empty: all. Controls are always run."""
+    parallel: int | None = None
+    """Builds asked at the same time; None: as many as there are cores, one thread each."""
+    threads: int | None = None
+    runs_dir: Path = Path("results/runs")
+    run_dir: Path | None = None
+    fresh: bool = False
+    model_folder: Path | None = None
+    """Served weights and tokenizer; None: the reference model, made when it is not there."""
+    block_size: int = 4
+    max_tokens: int = 16
+    repeats: int = 1
+    request_timeout_s: float = 300.0
+    start_timeout_s: float = 300.0
+    stream: bool = False
+    keep_servers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything decided before the first request."""
+
+    options: Options
+    patchset: PatchSet
+    engine: Engine
+    model: ModelFolder
+    conversations: tuple[Conversation, ...]
+    builds: tuple[PreparedBuild, ...]
+    campaign: Campaign
+    key: str
+    """Hash of all that decides what is asked of what; two runs with one key are the same experiment."""
+    parallel: int
+
+
+@dataclass
+class Stages:
+    """Seconds by stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - before
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Watcher:
+    """Told what happens; the default says nothing. `results/progress.py` has the one for a terminal."""
+
+    def note(self, text: str) -> None:
+        """One line for a reader: a stage, a warning, a conviction."""
+
+    def begin(self, campaign: Campaign, planned: int, per_build: int) -> None:
+        """The asking begins; `planned` replies in all."""
+
+    def reply(self, build_id: str, rung: int, outcome: str, *, stored: bool) -> None:
+        """One graded reply; `stored` when it comes from the journal of an earlier process."""
+
+    def end(self) -> None:
+        """The asking is over."""
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = lambda text: None) -> Plan:
+    """Decide everything: what is served, what is asked, in which order.
+
+    Raises:
+        ValueError: a patchset, diff, recipe or rung that cannot be used; the message names it.
+    """
+    patchset = load_patchset(options.patchset)
+    engine = engine_of(patchset)
+    patchset = _selected(patchset, options.only)
+    with stages.stage("model_s"):
+        model = find_model(engine, options.model_folder, note)
+    with stages.stage("conversations_s"):
+        ruler = Ruler.from_folder(model.path)
+        model = replace(model, tokenizer_hash=ruler.tokenizer_hash, template_hash=ruler.template_hash)
+        note(f"planting {options.conversations} conversations, rungs {', '.join(map(str, options.rungs))}")
+        conversations = tuple(
+            make_conversations(
+                named_recipe(options.recipe), ruler=ruler, rungs=options.rungs, count=options.conversations,
+                seed=options.seed,
+            )
+        )  # fmt: skip
+    parallel = options.parallel or (cpu_count() if engine.launches else 2)
+    threads = options.threads or max(1, cpu_count() // parallel)
+    with stages.stage("builds_s"):
+        if engine.launches:
+            prepared = prepare_builds(patchset, engine, model, threads=threads)
+        else:
+            prepared = given_builds(patchset)
+    builds = tuple(item.build for item in prepared)
+    suite = suite_hash(conversations)
+    key = _key(patchset, builds, suite, options)
+    now = datetime.now(UTC)
+    campaign = Campaign(
+        run_id=f"{now:%Y%m%d-%H%M%S}-{patchset.name}-{key[:8]}",
+        suite_hash=suite,
+        created=now.isoformat(timespec="seconds"),
+        longrecall_version=_version(),
+        longrecall_commit=_commit(),
+        patchset=patchset,
+        builds=builds,
+        recipe=options.recipe,
+        seed=options.seed,
+        rungs=options.rungs,
+        n_conversations=len(conversations),
+        conversation_order=_shuffled([item.conversation_id for item in conversations], options.seed),
+        block_size=options.block_size,
+        arms=("warm",),
+        repeats=options.repeats,
+        max_tokens=options.max_tokens,
+        verdict=VerdictConfig(margin=patchset.margin or DEFAULT_MARGIN),
+        onset_tokens=patchset.onset_tokens or engine.onset_tokens,
+    )
+    return Plan(
+        options=options, patchset=patchset, engine=engine, model=model, conversations=conversations,
+        builds=tuple(prepared), campaign=campaign, key=key, parallel=parallel,
+    )  # fmt: skip
+
+
+def _selected(patchset: PatchSet, only: tuple[str, ...]) -> PatchSet:
+    ids = {patch.patch_id for patch in patchset.patches}
+    for name in only:
+        if name not in ids:
+            raise PatchsetError(f"{patchset.path}: no patch {name!r}; there is {', '.join(sorted(ids))}")
+    if not only:
+        return patchset
+    kept = tuple(patch for patch in patchset.patches if patch.patch_id in only or patch.role != "suspect")
+    return replace(patchset, patches=kept)
+
+
+def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) -> ModelFolder:
+    """The served model's folder: the one given, or the reference model, made when it is not there yet."""
+    if given is not None:
+        folder = given.expanduser()
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"{folder}: no model folder: it has no tokenizer.json")
+    elif engine.name == "reference":
+        from longrecall.runners.reference.convert import reference_folder
+
+        note("reference model: checking its folder by hash (made once, in seconds)")
+        folder = reference_folder()
+    else:
+        raise ValueError(f"engine {engine.name!r} needs --model-folder: the served model's tokenizer and chat template")
+    hashes = folder / "hashes.json"
+    known = json.loads(hashes.read_text()) if hashes.is_file() else {}
+    weights = known.get("model.safetensors")
+    if weights is None and (folder / "model.safetensors").is_file():
+        with (folder / "model.safetensors").open("rb") as stream:
+            weights = hashlib.file_digest(stream, "sha256").hexdigest()
+    return ModelFolder(path=folder, weights_hash=weights, tokenizer_hash=None, template_hash=None)
+
+
+def _shuffled(ids: list[str], seed: int) -> tuple[str, ...]:
+    import random
+
+    random.Random(f"order/{seed}").shuffle(ids)
+    return tuple(ids)
+
+
+def _key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: Options) -> str:
+    what = {
+        "patchset": content_hash(patchset),
+        "builds": [asdict(build) for build in builds],
+        "suite": suite,
+        "seed": options.seed,
+        "block_size": options.block_size,
+        "max_tokens": options.max_tokens,
+        "repeats": options.repeats,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _version() -> str:
+    from longrecall.results.report import version
+
+    return version()
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this runs from, with "+" when it has changes; None outside a checkout."""
+    import subprocess
+
+    from longrecall.runners.engines import ROOT
+
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def open_run(plan: Plan, note: Callable[[str], None]) -> tuple[Path, Campaign]:
+    """The run folder of a plan: the unfinished one of the same plan, or a new one with campaign and conversations."""
+    options = plan.options
+    existing = options.run_dir if options.run_dir and (options.run_dir / run_folder.CAMPAIGN).is_file() else None
+    if existing is None and options.run_dir is None and not options.fresh:
+        existing = unfinished(options.runs_dir, plan.key)
+    if existing is not None:
+        campaign = run_folder.load_campaign(existing)
+        stored = _key(plan.patchset, [_without_info(b) for b in campaign.builds], campaign.suite_hash, options)
+        if stored != plan.key:
+            raise CampaignError(
+                f"{existing} holds another campaign (patchset, sources, packages, conversations or settings differ);"
+                " give another --run-dir, or leave it out"
+            )
+        note(f"going on with {existing}")
+        return existing, campaign
+    run_dir = options.run_dir or options.runs_dir / plan.campaign.run_id
+    campaign = replace(plan.campaign, run_id=run_dir.name)
+    made = run_dir.with_name(f".{run_dir.name}.tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+        write_parquet(plan.conversations, made / run_folder.CONVERSATIONS)
+        for patch in plan.patchset.patches:
+            for name, text in read_diffs(plan.patchset, patch):
+                if not Path(name).is_absolute() and ".." not in Path(name).parts:
+                    run_folder.write_bytes(made / name, text.encode())
+        run_folder.write_campaign(made, campaign)
+        if run_dir.is_dir() and not any(run_dir.iterdir()):
+            run_dir.rmdir()
+        os.rename(made, run_dir)
+    except OSError as problem:
+        shutil.rmtree(made, ignore_errors=True)
+        raise CampaignError(f"{run_dir}: the run folder cannot be made: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        shutil.rmtree(made, ignore_errors=True)
+        raise CampaignError(f"{run_dir}: the run folder cannot be made: {problem}") from None
+    return run_dir, campaign
+
+
+def unfinished(runs_dir: Path, key: str) -> Path | None:
+    """The newest run of this key that has no whole report yet."""
+    for path in sorted(runs_dir.glob(f"*-{key[:8]}"), reverse=True):
+        if not (path / run_folder.CAMPAIGN).is_file():
+            continue
+        report = path / run_folder.REPORT_JSON
+        if not report.is_file() or run_folder.read_json(report).get("partial"):
+            return path
+    return None
+
+
+def _without_info(build: Build) -> Build:
+    return replace(build, manifest=replace(build.manifest, server_info=None)) if build.manifest else build
+
+
+class Grades:
+    """Scores replies as they come and knows the first patch that is proved guilty."""
+
+    def __init__(
+        self, campaign: Campaign, conversations: Sequence[Conversation], watcher: Watcher, stages: Stages
+    ) -> None:
+        self._watcher, self._stages = watcher, stages
+        self._conversations = {item.conversation_id: item for item in conversations}
+        self._foreign = foreign_index(conversations)
+        self._probes = {c.conversation_id: {p.probe_id: p for p in c.probes} for c in conversations}
+        self._asks = {c.conversation_id: {(a.rung, a.probe_id): a for a in c.asks} for c in conversations}
+        self._candidates = [build.build_id for build in campaign.builds if build.role not in ("base", "aa")]
+        self._rungs = campaign.rungs
+        per_rung = {c.conversation_id: len(c.probes) * campaign.repeats for c in conversations}
+        self._running = RunningVerdicts(
+            base=BASE,
+            candidates=[build.build_id for build in campaign.builds if build.build_id != BASE],
+            rungs=campaign.rungs,
+            order=campaign.conversation_order,
+            probes_per_conversation=per_rung,
+            config=campaign.verdict,
+            n_suspects=len(self._candidates),
+        )
+        self._said: dict[str, str] = {}
+
+    def stored(self, replays: Sequence[Any]) -> None:
+        for item in replays:
+            self._take(item, stored=True)
+
+    def __call__(self, reply: Reply) -> None:
+        self._take(reply.replay, stored=False)
+
+    def _take(self, item: Any, *, stored: bool) -> None:
+        name = item.conversation_id
+        score = score_replay(
+            item,
+            self._conversations[name],
+            self._asks[name][item.rung, item.probe_id],
+            self._probes[name][item.probe_id],
+            self._foreign[name],
+        )
+        self._running.add(score)
+        self._watcher.reply(item.build_id, item.rung, score.outcome, stored=stored)
+        for build in self._candidates if item.build_id == BASE else [item.build_id]:
+            if build in self._candidates:
+                self._announce(build)
+
+    def _announce(self, build: str) -> None:
+        decision = self._running.decision(build)
+        if decision is None or self._said.get(build) == decision:
+            return
+        first = "culprit" not in self._said.values() and decision == "culprit"
+        self._said[build] = decision
+        if decision == "culprit":
+            worst = max((self._running.cell(build, rung) for rung in self._rungs), key=lambda cell: cell.e_loss)
+            after = f"{self._stages.elapsed():.0f} s"
+            if first:
+                self._stages.seconds["first_conviction_s"] = self._stages.elapsed()
+            self._watcher.note(
+                f"{'first ' if first else ''}conviction after {after}: {build} loses recall at {worst.rung} tokens"
+                f" ({_pct(worst.recall_baseline)} -> {_pct(worst.recall)}, {worst.n_conversations} conversations,"
+                f" e-value {worst.e_loss:.3g}, valid at any time; subject to the controls)"
+            )
+
+
+def _pct(value: float | None) -> str:
+    return "?" if value is None else f"{100 * value:.0f} %"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished (or broken off) campaign."""
+
+    run_dir: Path
+    report: Report
+    gone: Mapping[str, str]
+    """Builds whose server ended, with the message."""
+
+
+def run_campaign(options: Options, watcher: Watcher) -> Outcome:
+    """Plan, serve, ask, judge.
+
+    Raises:
+        ValueError: something asked for cannot be used.
+        RuntimeError: a server, the journal or the disk failed; what was answered is kept and the same command goes on.
+    """
+    stages = Stages()
+    plan = make_plan(options, stages, watcher.note)
+    run_dir, campaign = open_run(plan, watcher.note)
+    try:
+        gone = asyncio.run(_serve_and_ask(plan, run_dir, campaign, stages, watcher))
+    finally:
+        _write_timing(run_dir, stages)
+    from longrecall.results.report import write_reports
+
+    watcher.note("judging and writing the reports")
+    report = write_reports(run_dir)
+    return Outcome(run_dir=run_dir, report=report, gone=gone)
+
+
+def _write_timing(run_dir: Path, stages: Stages) -> None:
+    path = run_dir / run_folder.TIMING
+    before: dict[str, float] = run_folder.read_json(path) if path.is_file() else {}
+    # A run that was broken off adds up: its stages were paid for too.
+    total = {name: round(before.get(name, 0.0) + value, 3) for name, value in stages.seconds.items()}
+    if "first_conviction_s" in before:
+        total["first_conviction_s"] = before["first_conviction_s"]
+    total["wall_s"] = round(before.get("wall_s", 0.0) + stages.elapsed(), 3)
+    run_folder.write_json(path, before | total)
+
+
+async def _serve_and_ask(
+    plan: Plan, run_dir: Path, campaign: Campaign, stages: Stages, watcher: Watcher
+) -> dict[str, str]:
+    """Ask what the journal lacks; servers are up only while they are needed, and never left behind."""
+    journal = Journal(run_dir)
+    servers: dict[str, Server] = {}
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    interrupted: list[int] = []
+
+    def interrupt(number: int) -> None:
+        interrupted.append(number)
+        if task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread (a test)
+            loop.add_signal_handler(number, interrupt, number)
+    try:
+        return await _ask_all(plan, run_dir, campaign, journal, servers, stages, watcher)
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+        raise CampaignError(
+            f"interrupted by {signal.Signals(interrupted[0]).name} with {len(journal.answered)} answers kept in"
+            f" {run_dir}; the same command goes on from there"
+        ) from None
+    finally:
+        watcher.end()
+        with stages.stage("stop_s"):
+            stop_all(list(servers.values()))
+        journal.close()
+
+
+async def _ask_all(
+    plan: Plan,
+    run_dir: Path,
+    campaign: Campaign,
+    journal: Journal,
+    servers: dict[str, Server],
+    stages: Stages,
+    watcher: Watcher,
+) -> dict[str, str]:
+    options = plan.options
+    conversations = read_parquet(run_dir / run_folder.CONVERSATIONS)
+    replay_plan = ReplayPlan(
+        run_id=campaign.run_id,
+        build_ids=tuple(build.build_id for build in campaign.builds),
+        conversations={item.conversation_id: item for item in conversations},
+        conversation_order=campaign.conversation_order,
+        block_size=campaign.block_size,
+        arms=campaign.arms,
+        repeats=campaign.repeats,
+        max_tokens=campaign.max_tokens,
+        stop=STOP,
+        seed=campaign.seed,
+        conversations_at_once=campaign.block_size,
+    )
+    planned = replay_plan.n_planned
+    if journal.in_flight:
+        watcher.note(
+            f"{len(journal.in_flight)} requests were in flight when the run was broken off; their answers are lost, and"
+            " they are asked again"
+        )
+    grades = Grades(campaign, conversations, watcher, stages)
+    watcher.begin(campaign, planned, planned // len(campaign.builds))
+    grades.stored(run_folder.load_replays(run_dir))
+    if len(journal.answered) >= planned:
+        watcher.note("every planned question is answered already; nothing is asked")
+        return {}
+    async with AsyncExitStack() as stack:
+        with stages.stage("start_s"):
+            campaign = await _start(plan, run_dir, campaign, servers, watcher)
+        endpoints = {}
+        for prepared in plan.builds:
+            build_id = prepared.build.build_id
+            url = servers[build_id].url if build_id in servers else prepared.endpoint
+            assert url is not None
+            endpoints[build_id] = await stack.enter_async_context(
+                connect(
+                    build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
+                    stream=options.stream, api_key=os.environ.get("OPENAI_API_KEY", "none") if not servers else "none",
+                )
+            )  # fmt: skip
+
+        def check_alive(build_id: str) -> None:
+            server = servers.get(build_id)
+            try:
+                if server is not None:
+                    server.check_alive()
+            except ServerError as problem:
+                raise BuildGone(str(problem)) from None
+
+        with stages.stage("replay_s"):
+            try:
+                result = await replay(
+                    replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=messages_for,
+                    check_alive=check_alive, on_reply=grades,
+                )  # fmt: skip
+            except* JournalError as problems:
+                raise CampaignError(str(_first(problems))) from None
+        for build_id, message in result.gone.items():
+            watcher.note(f"build {build_id} is incomplete: {message}")
+        if options.keep_servers:
+            watcher.end()
+            for build_id, server in servers.items():
+                watcher.note(f"{build_id} serves at {server.url}/v1")
+            watcher.note("servers are kept until Ctrl-C")
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+    return result.gone
+
+
+async def _start(
+    plan: Plan, run_dir: Path, campaign: Campaign, servers: dict[str, Server], watcher: Watcher
+) -> Campaign:
+    """Start every server, wait for its first token, and compare what each says of itself."""
+    for prepared in plan.builds:
+        if prepared.endpoint is None:
+            build_id = prepared.build.build_id
+            folder = run_dir.resolve() / "builds" / build_id
+            servers[build_id] = Server(build_id, prepared.command, prepared.env, folder, HeldPort())
+    if servers:
+        watcher.note(f"starting {len(servers)} servers")
+    for server in servers.values():
+        server.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in servers.values():
+                group.create_task(server.wait_ready(plan.options.start_timeout_s))
+    except* ServerError as problems:
+        raise CampaignError(str(_first(problems))) from None
+    infos = {}
+    for build_id, server in servers.items():
+        infos[build_id] = await server_info(build_id, server.url) if plan.engine.capabilities.server_info else None
+    told = tuple(with_server_info(build, infos.get(build.build_id)) for build in (p.build for p in plan.builds))
+    check_builds(told, plan.patchset, plan.engine)
+    for build in told:
+        run_folder.write_json(run_dir / "builds" / build.build_id / "manifest.json", build)
+    campaign = replace(campaign, builds=told)
+    run_folder.write_campaign(run_dir, campaign)
+    return campaign
+
+
+def _first(problem: BaseException) -> BaseException:
+    """The first of a task group's exceptions: one clear message, not a tree of them."""
+    while isinstance(problem, BaseExceptionGroup):
+        problem = problem.exceptions[0]
+    return problem
+
+
+async def server_info(build_id: str, url: str) -> dict[str, object]:
+    """What a server says of itself, from /server_info."""
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
+            reply = await client.get("/server_info")
+            info = reply.json() if reply.status_code == 200 else None
+    except (httpx.HTTPError, ValueError) as problem:
+        raise CampaignError(f"build {build_id}: /server_info cannot be read: {problem!r}") from None
+    if not isinstance(info, dict):
+        raise CampaignError(f"build {build_id}: /server_info answered {reply.status_code}: {reply.text[:200]!r}")
+    return info
+
+
+async def _model_name(build_id: str, url: str) -> str:
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
+            reply = await client.get("/v1/models")
+            return str(reply.json()["data"][0]["id"])
+    except httpx.HTTPError as problem:
+        raise CampaignError(f"build {build_id}: nobody answers at {url}: {problem!r}") from None
+    except (ValueError, LookupError, TypeError):
+        raise CampaignError(
+            f"build {build_id}: {url} is not an OpenAI-compatible server: /v1/models answered {reply.status_code}:"
+            f" {reply.text[:120]!r}"
+        ) from None
+
+
+def exit_code(report: Report, fail_on: frozenset[str], gone: Mapping[str, str]) -> int:
+    """0 done; 3 incomplete or controls failed; 1 a suspect is a culprit, 4 one is inconclusive (when asked for)."""
+    from longrecall.evals.controls import campaign_blocker
+
+    controls = [report.controls[name] for name in ("aa", "positive", "negative")]
+    if report.partial or gone or campaign_blocker(controls) is not None:
+        return 3
+    suspects = {build.build_id for build in report.builds if build.role == "suspect"}
+    found = {verdict.verdict for verdict in report.verdicts if verdict.patch in suspects}
+    if "culprit" in found and "culprit" in fail_on:
+        return 1
+    return 4 if "inconclusive" in found and "inconclusive" in fail_on else 0

@@ -1,0 +1,119 @@
+"""`longrecall eval PATCHSET`: the whole campaign, from sources to verdicts.
+
+    longrecall eval patchsets/reference.toml
+    longrecall eval patchsets/reference.toml --rungs 448,1024 --conversations 30 --only noop --fail-on culprit
+    longrecall eval patchsets/endpoints.toml --model-folder ~/models/served --parallel 2
+
+Killed at any moment, the same command goes on where it was. The last line on standard output is one JSON document;
+everything for people goes to standard error. Exit codes: 0 done, 1 culprit found and --fail-on culprit, 2 something
+asked for cannot be used, 3 incomplete or controls failed, 4 inconclusive and --fail-on inconclusive.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+FAIL_ON = ("culprit", "inconclusive")
+
+
+def evaluate(
+    patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
+    rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included.")] = "448,1024,2048",
+    conversations: Annotated[int, typer.Option(min=2, help="Conversations, the unit of evidence.")] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of conversations and order.")] = 0,
+    recipe: Annotated[str, typer.Option(help="Recipe of the conversations: a name or a TOML file.")] = "reference",
+    only: Annotated[list[str] | None, typer.Option(help="Run this patch (and the controls); may be repeated.")] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="Builds asked at once. Default: one per core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads per server. Default: cores / parallel.")] = None,
+    fail_on: Annotated[str, typer.Option(help="culprit, inconclusive, or both with a comma.")] = "",
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: new, or the unfinished one.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("results/runs"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="A new run even when an unfinished one is there.")] = False,
+    model_folder: Annotated[Path | None, typer.Option(help="Served model: tokenizer and chat template.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Conversations asked of a build at a time.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each question is asked.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
+    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for one whole answer.")] = 300.0,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server's first token.")] = 300.0,
+    stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
+    keep_servers: Annotated[bool, typer.Option("--keep-servers", help="Leave the servers up until Ctrl-C.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on standard error but errors.")] = False,
+) -> None:
+    """Serve every build of a patchset, replay planted-fact conversations, and say which patch lost recall."""
+    from rich.console import Console
+
+    from longrecall.results.campaign import Options, exit_code, run_campaign
+    from longrecall.results.progress import Progress
+    from longrecall.results.report import summary_line
+    from longrecall.results.report_command import fail, print_summary
+
+    progress = Progress(Console(stderr=True), quiet=quiet)
+    try:
+        options = Options(
+            patchset=patchset,
+            rungs=parse_rungs(rungs),
+            conversations=conversations,
+            seed=seed,
+            recipe=recipe,
+            only=tuple(only or ()),
+            parallel=parallel,
+            threads=threads,
+            runs_dir=runs_dir,
+            run_dir=run_dir,
+            fresh=fresh,
+            model_folder=model_folder,
+            block_size=block_size,
+            repeats=repeats,
+            max_tokens=max_tokens,
+            request_timeout_s=request_timeout,
+            start_timeout_s=start_timeout,
+            stream=stream,
+            keep_servers=keep_servers,
+        )
+        wanted = parse_fail_on(fail_on)
+        outcome = run_campaign(options, progress)
+    except ValueError as problem:
+        raise fail(problem, 2) from None
+    except (RuntimeError, OSError) as problem:
+        raise fail(_message(problem), 3) from None
+    if not quiet:
+        print_summary(outcome.report, progress.console)
+        progress.console.print(f"\n{outcome.run_dir}/report.html", soft_wrap=True, highlight=False)
+    for build_id, message in outcome.gone.items():
+        typer.echo(f"longrecall: error: build {build_id} is incomplete: {message}", err=True)
+    code = exit_code(outcome.report, wanted, outcome.gone)
+    line = summary_line(outcome.run_dir, outcome.report)
+    typer.echo(json.dumps(line, separators=(",", ":")))
+    raise typer.Exit(code)
+
+
+def parse_rungs(text: str) -> tuple[int, ...]:
+    """ "448,1K,2048" as increasing lengths; raises ValueError naming the one at fault."""
+    rungs = []
+    for part in text.split(","):
+        word = part.strip()
+        scale = 1024 if word[-1:].upper() == "K" else 1
+        number = word[:-1] if scale > 1 else word
+        if not number.isdigit() or int(number) < 1:
+            raise ValueError(f"--rungs {text!r}: {word!r} is not a length in tokens; write them like 448,1024,2K")
+        rungs.append(int(number) * scale)
+    if sorted(set(rungs)) != rungs:
+        raise ValueError(f"--rungs {text!r}: lengths must increase")
+    return tuple(rungs)
+
+
+def parse_fail_on(text: str) -> frozenset[str]:
+    """ "culprit,inconclusive" as a set; raises ValueError naming what is not known."""
+    words = frozenset(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if word not in FAIL_ON:
+            raise ValueError(f"--fail-on {text!r}: {word!r} is none of {', '.join(FAIL_ON)}")
+    return words
+
+
+def _message(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+    return str(problem)
