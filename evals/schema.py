@@ -159,6 +159,67 @@ class CurvePoint:
     outcomes: dict[str, int]
 
 
+Beyond = Literal["longer", "shorter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFit:
+    """Recall against length of one build, with conversation-bootstrap 95 % intervals; no verdict uses it."""
+
+    build: str
+    n_conversations: int
+    l50_tokens: float | None
+    """Length at which recall has fallen to half of its plateau; None outside the rungs (see `l50_beyond`)."""
+    l50_ci_low: float | None
+    l50_ci_high: float | None
+    l50_beyond: Beyond | None
+    threshold: float
+    """Recall that `threshold_tokens` refers to."""
+    threshold_tokens: float | None
+    threshold_ci_low: float | None
+    threshold_ci_high: float | None
+    threshold_beyond: Beyond | None
+    isotonic_tokens: float | None
+    """The same threshold crossed by the isotonic fit, which assumes only that recall does not rise with length."""
+    octaves: float | None
+    """log2 of this build's L50 over the baseline's, paired by conversation; negative: forgets sooner."""
+    octaves_ci_low: float | None
+    octaves_ci_high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobShift:
+    """Change of the gold answer's log-probability: an early warning where recall is near its ceiling."""
+
+    baseline: str
+    candidate: str
+    rung: int
+    n_conversations: int
+    n_probes: int
+    shift_nats: float
+    """candidate - baseline per answer; negative: the gold answer became less likely."""
+    ci_low: float
+    ci_high: float
+    p_lower: float
+    """One-sided cluster-t p-value of a fall."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flips:
+    """Replies that changed between right and wrong, which a mean hides when as many are gained as lost."""
+
+    baseline: str
+    candidate: str
+    rung: int
+    lost: int
+    gained: int
+    n_identical: int
+    n_probes: int
+    flip_rate: float
+    p_more_flips: float | None
+    """One-sided cluster-t p-value of "flips more than the base build against itself"; None without an A/A build."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """All that the analysis says of one campaign; recomputable offline from the stored scores."""
@@ -170,3 +231,6 @@ class Judgement:
     verdicts: tuple[Verdict, ...]
     controls: tuple[ControlResult, ...]
     missing: tuple[Missing, ...]
+    length_fits: tuple[LengthFit, ...] = ()
+    logprob_shifts: tuple[LogprobShift, ...] = ()
+    flips: tuple[Flips, ...] = ()

@@ -25,6 +25,7 @@ from longrecall.evals.compare import comparisons, differences, weigh
 from longrecall.evals.controls import aa_control, campaign_blocker, negative_control, positive_control
 from longrecall.evals.curves import make_curves
 from longrecall.evals.family import Family
+from longrecall.evals.lengths import length_fits
 from longrecall.evals.paired import min_conversations, tango_z
 from longrecall.evals.schema import (
     MISSING,
@@ -37,6 +38,7 @@ from longrecall.evals.schema import (
     VerdictName,
 )
 from longrecall.evals.scores_file import ScoresError
+from longrecall.evals.secondary import flips, logprob_shifts
 from longrecall.evals.sizes import more_conversations_needed
 from longrecall.runners.schema import Build
 
@@ -68,6 +70,7 @@ def judge(
     _check(builds, rungs, config)
     cells = make_cells(scores, builds=[b.build_id for b in builds], rungs=rungs, arm=arm, order=order)
     base = next(b.build_id for b in builds if b.role == "base")
+    again = next((b.build_id for b in builds if b.role == "aa"), None)
     candidates = [b for b in builds if b.role != "base"]
     parts = [differences(cells, base, b.build_id) for b in candidates]
     family = Family.of(cells, candidates, parts, config, stopped_early)
@@ -86,6 +89,9 @@ def judge(
         verdicts=tuple(verdicts),
         controls=controls,
         missing=_count_missing(cells, planned),
+        length_fits=length_fits(cells, base),
+        logprob_shifts=logprob_shifts(cells, base),
+        flips=flips(cells, base, again),
     )
 
 
