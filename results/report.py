@@ -107,6 +107,9 @@ def _judge(run: _Run) -> Report:
         controls={control.name: control for control in judgement.controls},
         missing=judgement.missing,
         timing=run.timing,
+        length_fits=judgement.length_fits,
+        logprob_shifts=judgement.logprob_shifts,
+        flips=judgement.flips,
     )
 
 
@@ -116,6 +119,12 @@ def assemble(run_dir: Path) -> Report:
     Raises RunFolderError naming the file when one is missing or damaged.
     """
     return _judge(_Run(run_dir))
+
+
+def assemble_with_scores(run_dir: Path) -> tuple[Report, Campaign, list[Score]]:
+    """As `assemble`, with the campaign and the scores that the report rests on."""
+    run = _Run(run_dir)
+    return _judge(run), run.campaign, run.scores
 
 
 def write_reports(run_dir: Path) -> Report:

@@ -6,7 +6,17 @@ scores.parquet, report.json, report.md and report.html. Unknown is None, never 0
 
 from dataclasses import dataclass
 
-from longrecall.evals.schema import Comparison, ControlResult, CurvePoint, Missing, Verdict, VerdictConfig
+from longrecall.evals.schema import (
+    Comparison,
+    ControlResult,
+    CurvePoint,
+    Flips,
+    LengthFit,
+    LogprobShift,
+    Missing,
+    Verdict,
+    VerdictConfig,
+)
 from longrecall.runners.schema import Arm, Build, PatchSet
 
 SCHEMA_VERSION = 1
@@ -65,3 +75,6 @@ class Report:
     missing: tuple[Missing, ...]
     timing: dict[str, float | None]
     """Seconds by stage (wall_s, inside_model_s, …), where measured."""
+    length_fits: tuple[LengthFit, ...] = ()
+    logprob_shifts: tuple[LogprobShift, ...] = ()
+    flips: tuple[Flips, ...] = ()
