@@ -36,7 +36,7 @@ COMMANDS: dict[str, Command] = {
     "trend": Command("longrecall.results.trend_command:trend", "Recall against length over commits."),
     "gate": Command("longrecall.results.gate_command:gate", "CI gate: exit code, JUnit, Markdown."),
     "indexer": Command("longrecall.kernels.indexer.cli:app", "What key formats and faults do to the DSA selection."),
-    "trace": Command("longrecall.kernels.contract.cli:app", "Read from source who applies the routed scaling factor."),
+    "trace": Command("longrecall.results.trace_command:app", "Read from source who applies the routed scaling factor."),
 }
 
 BENCHES: dict[str, Command] = {
