@@ -42,13 +42,18 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def tiles_for(rows_per_expert: float) -> Tiles:
-    """Tiles by the mean number of rows of an active expert (measured on an H200, see docs/benchmarks/moe.md)."""
+def tiles_for(rows_per_expert: float, element_size: int = 2) -> Tiles:
+    """Tiles by the mean number of rows of an active expert.
+
+    The first and the last pair were the fastest of 24 and 20 tried on an H200 (docs/benchmarks/moe.md); the middle
+    one is a compromise. fp32 weights halve the depth, so that a pipeline stage keeps its bytes.
+    """
+    k = 2 if element_size > 2 else 1
     if rows_per_expert <= 16:
-        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+        return Tiles(Tile(16, 32, 128 // k, 4, 4), Tile(16, 64, 128 // k, 4, 4))
     if rows_per_expert <= 64:
-        return Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))
-    return Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3))
+        return Tiles(Tile(64, 64, 64 // k, 4, 3), Tile(64, 128, 64 // k, 4, 3))
+    return Tiles(Tile(128, 128, 64 // k, 8, 4, True), Tile(128, 256, 64 // k, 8, 4, True))
 
 
 @triton.jit
@@ -253,9 +258,14 @@ def make_plan(idx: Tensor, num_experts: int, block_m: int) -> Plan:
     return Plan(order.to(torch.int32), offsets, blocks, max_blocks)
 
 
+def _through_tma(weights: Tensor, tile: Tile) -> bool:
+    # the copy engine wants rows that are multiples of 16 bytes
+    return tile.tma and weights.shape[-1] * weights.element_size() % 16 == 0
+
+
 def _weights_argument(weights: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     """[E, N, K] weights as a pointer, or as a descriptor of their [E N, K] rows; past the end it reads zeros."""
-    if not tile.tma:
+    if not _through_tma(weights, tile):
         return weights
     return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[-1]), [tile.n, tile.k])
 
@@ -282,7 +292,7 @@ def gate_up(x: Tensor, w13: Tensor, plan: Plan, num_topk: int, tile: Tile, limit
         0.0 if limit is None else limit,
         NUM_TOPK=num_topk,
         HAS_LIMIT=limit is not None,
-        TMA=tile.tma,
+        TMA=_through_tma(w13, tile),
         EVEN_N=F % tile.n == 0,
         EVEN_K=C % tile.k == 0,
         PRECISION=_precision(x),
@@ -312,7 +322,7 @@ def down(h: Tensor, w2: Tensor, topk_weights: Tensor | None, plan: Plan, tile: T
         C,
         F,
         WEIGHTED=topk_weights is not None,
-        TMA=tile.tma,
+        TMA=_through_tma(w2, tile),
         EVEN_N=C % tile.n == 0,
         EVEN_K=F % tile.k == 0,
         PRECISION=_precision(h),
@@ -343,7 +353,7 @@ def moe_experts_triton(
         raise ValueError(f"x is {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}; the Triton path wants one dtype")
     if T == 0:
         return x.new_empty(T, K, C)
-    tiles = tiles or tiles_for(T * K / min(E, T * K))
+    tiles = tiles or tiles_for(T * K / min(E, T * K), x.element_size())
     if tiles.gate_up.m != tiles.down.m:
         raise ValueError(f"the two GEMMs share the row blocks; got {tiles.gate_up.m} and {tiles.down.m} rows")
     plan = make_plan(topk.idx, E, tiles.gate_up.m)

@@ -14,7 +14,6 @@ from longrecall.kernels.moe.kernel import (
     make_plan,
     moe_experts_triton,
     moe_sum_reduce_triton,
-    tiles_for,
 )
 from longrecall.kernels.moe.reference import moe_experts_ref, moe_sum_reduce_ref
 from longrecall.kernels.moe.routing import TopK, topk
@@ -81,6 +80,13 @@ def test_all_tokens_on_one_expert_and_the_others_empty() -> None:
     assert relative_error(got, moe_experts_ref(x, w13, w2, chosen)) < 1e-6
 
 
+def test_rows_the_copy_engine_cannot_address_take_the_other_path() -> None:
+    x, w13, w2, chosen = problem(5, 4, 2, 30, 18, torch.float32)  # 120 and 72 bytes a row
+    tiles = Tiles(Tile(16, 16, 16, 4, 2, True), Tile(16, 16, 16, 4, 2, True))
+    got = moe_experts_triton(x, w13, w2, chosen, tiles=tiles)
+    assert relative_error(got, moe_experts_ref(x, w13, w2, chosen)) < 1e-6
+
+
 def test_no_tokens() -> None:
     x, w13, w2, _ = problem(1, 4, 2, 32, 16, torch.float32)
     empty = TopK(torch.zeros(0, 2, device=DEVICE), torch.zeros(0, 2, dtype=torch.long, device=DEVICE))
@@ -116,12 +122,9 @@ def test_sum_reduce_matches_fp64(T: int, K: int, C: int, weighted: bool, dtype: 
 def test_gpu_matches_fp64_with_the_shipped_tiles(T: int, dtype: torch.dtype, limit: float) -> None:
     E, K, C, F = 16, 4, 512, 320
     x, w13, w2, chosen = problem(T, E, K, C, F, dtype)
-    tiles = tiles_for(T * K / min(E, T * K))
-    if dtype == torch.float32:  # twice the bytes per stage: the shipped tiles are for 16-bit weights
-        tiles = Tiles(Tile(tiles.gate_up.m, 32, 32, 4, 2), Tile(tiles.down.m, 32, 32, 4, 2))
-    got = moe_experts_triton(x, w13, w2, chosen, swiglu_limit=1.0, tiles=tiles)
+    got = moe_experts_triton(x, w13, w2, chosen, swiglu_limit=1.0)
     few = slice(0, 16)
     want = moe_experts_ref(x[few], w13, w2, TopK(chosen.weights[few], chosen.idx[few]), swiglu_limit=1.0)
     assert relative_error(got[few], want) < limit and bool(got.isfinite().all())
-    again = moe_experts_triton(x, w13, w2, chosen, swiglu_limit=1.0, tiles=tiles)
-    assert torch.equal(got, again), "two runs on the same input differ"
+    for _ in range(20):
+        assert torch.equal(got, moe_experts_triton(x, w13, w2, chosen, swiglu_limit=1.0)), "two runs differ"
