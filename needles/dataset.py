@@ -71,6 +71,7 @@ SCHEMA = pa.schema(
                         ("distractor_values", pa.list_(pa.string())),
                         ("stale_values", pa.list_(pa.string())),
                         ("answer_prefix", pa.string()),
+                        ("needs", pa.list_(pa.string())),
                     ]
                 )
             ),
@@ -164,6 +165,7 @@ def from_row(row: dict[str, Any]) -> Conversation:
                     "aliases": tuple(item["aliases"]),
                     "distractor_values": tuple(item["distractor_values"]),
                     "stale_values": tuple(item["stale_values"]),
+                    "needs": tuple(item["needs"]),
                 }
             )
             for item in row["probes"]

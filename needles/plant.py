@@ -6,207 +6,85 @@
 
 Each conversation is written once, front to back. Before rung r's length is reached the history stops short by the
 longest question (plus a few tokens of padding); every probe of the rung is a tail of exactly the missing length, so
-`planned == realised` for each prompt and the history stays shared between probes and is a prefix of rung r+1's.
-Lengths are sums of counted pieces (`render.Ruler`); prompts are then encoded whole and compared (all of them in short
-conversations, samples in long ones). Same (recipe, seed, tokenizer, version): same bytes.
+planned and realised length agree for each prompt, the history is shared between probes, and it is a prefix of rung
+r+1's. Rungs that lie close together (the residues of one length) share a history and differ in the tail alone.
+
+Lengths are sums of counted pieces (`render.Ruler`); then prompts are encoded whole and compared: all of them in short
+conversations, in long ones as many as cost little, and a window of the rest. A ruler without exact sums (a server's
+`/tokenize`, a template that rewrites earlier turns) is asked about every prompt instead. Same (recipe, seed,
+tokenizer, version): same bytes.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import cast
 
-from longrecall.needles.filler import Prose, fill, pick, shuffled, wordings
-from longrecall.needles.haystack import Haystack, say
-from longrecall.needles.recipes import Element, Recipe
-from longrecall.needles.render import Meter, Ruler, Span, messages_for
+from longrecall.needles.elements import (
+    DraftFact,
+    DraftProbe,
+    DraftTurn,
+    Event,
+    PlantError,
+    Script,
+    Statement,
+    draft_script,
+)
+from longrecall.needles.filler import Prose, pick
+from longrecall.needles.haystack import SHORT_ASKS, FillerError, Haystack, Piece, Walk, own_sentences, say
+from longrecall.needles.recipes import Recipe, validate
+from longrecall.needles.render import Meter, Ruler, Span, as_messages, messages_for
 from longrecall.needles.schema import Ask, Conversation, Fact, Probe, Role, Turn
-from longrecall.needles.values import Values, aliases
-from longrecall.needles.vocabulary import ATTRIBUTES, NAMES, split_words
+from longrecall.needles.values import Values
+
+__all__ = ["ExactnessError", "PlantError", "concat_twin", "ladder", "make_conversations", "make_haystack", "recipe_id"]
 
 GENERATOR_VERSION = 1
-"""Goes into every conversation id; raised whenever the same arguments would give other bytes."""
+"""Goes into every conversation; raised whenever the same arguments would give other bytes."""
 
+MAX_RUNG = 2**20
 _SLACK = 3
-"""Tokens kept free for padding beyond the longest question, so that every question gets 0 or at least 2."""
+"""Tokens kept free beyond the longest question, so that every question is padded by 0 or at least 2."""
+_MEASURED_SLACK = 12
+"""The same for rulers whose sums are estimates."""
 _ENCODE_WHOLE_TOKENS = 40_000
-"""Conversations whose prompts sum to fewer tokens have every prompt encoded whole and compared."""
-
-
-class PlantError(ValueError):
-    """The conversation cannot be made as asked; the message says what would be possible."""
+"""So many tokens of each conversation's prompts are encoded whole and compared."""
+_WINDOW_CHARACTERS = 6_000
+"""And a window of so many characters of what is longer."""
+_SHORT_TURN = 12
+_LEADS = ("So", "Now", "And", "Well", "Then", "Hm", "Oh", "Yes", "Ok", "So,", "Now,", "Well,")
+"""Single words before a question, for the one length that no phrase has."""
 
 
 class ExactnessError(RuntimeError):
     """A prompt did not come out at its planned length: a defect in the counts, never to be served."""
 
 
-@dataclass
-class Statement:
-    """A sentence of a draft turn; `key` names the fact it states."""
-
-    text: str
-    key: str | None = None
-
-
-@dataclass
-class DraftTurn:
-    role: Role
-    parts: list[Statement]
-
-
-@dataclass
-class Event:
-    """Turns that stay together: a fact stated and acknowledged."""
-
-    turns: list[DraftTurn]
-    required_first: bool = True
-    """Must lie before the first rung's branch; else anywhere on the ladder."""
-    tokens: int = 0
-
-
-@dataclass
-class DraftFact:
-    key: str
-    entity: str
-    attribute: str
-    value: str
-    kind: str
-    value_kind: str
-    supersedes: str | None = None
-
-
-@dataclass
-class DraftProbe:
-    kind: str
-    question: str
-    gold: str
-    live: str | None
-    aliases: tuple[str, ...] = ()
-    distractors: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
-    prefix: str = ""
-
-
-@dataclass
-class Script:
-    """What a recipe wants in one conversation."""
-
-    facts: list[DraftFact] = field(default_factory=list)
-    groups: list[list[Event]] = field(default_factory=list)
-    """Events of one group keep their order."""
-    probes: list[DraftProbe] = field(default_factory=list)
-
-
-class _Cast:
-    """Names and attributes, each handed out once per conversation."""
-
-    def __init__(self, rng: random.Random, recipe: Recipe) -> None:
-        self._names = shuffled(rng, split_words(NAMES, recipe.split))
-        self._attributes = shuffled(rng, split_words(ATTRIBUTES, recipe.split))
-
-    def name(self) -> str:
-        if not self._names:
-            raise PlantError(
-                'the recipe needs more names than the word list has: fewer facts and distractors, or split "all"'
-            )
-        return self._names.pop()
-
-    def attribute(self) -> str:
-        if not self._attributes:
-            raise PlantError(
-                'the recipe needs more attributes than the word list has: lower `attributes`, or split "all"'
-            )
-        return self._attributes.pop()
-
-
-def _build_keys(
-    script: Script, element: Element, recipe: Recipe, cast: _Cast, values: Values, rng: random.Random
-) -> None:
-    """Independent facts of a few attributes about different people, and distractors nobody asks about."""
-    attributes = [cast.attribute() for _ in range(element.attributes)]
-    other = cast.attribute() if element.distractors else ""
-    options = wordings(recipe.split)
-    own: list[DraftFact] = []
-    for place in range(element.count):
-        fact = DraftFact(
-            key=f"f{len(script.facts)}",
-            entity=cast.name(),
-            attribute=attributes[place % len(attributes)],
-            value=values.draw(rng, element.value, digits=element.digits),
-            kind="key",
-            value_kind=element.value,
-        )
-        script.facts.append(fact)
-        own.append(fact)
-        script.groups.append([_stated(fact, element, pick(rng, options))])
-    extra: list[DraftFact] = []
-    for place in range(element.distractors):
-        # Half of them: the same people under another attribute; half: the same attribute of other people.
-        about_same = place % 2 == 0 and place // 2 < len(own)
-        value = (
-            values.look_alike(rng, own[place % len(own)].value, distance=element.look_alike)
-            if element.look_alike
-            else values.draw(rng, element.value, digits=element.digits)
-        )
-        fact = DraftFact(
-            key=f"f{len(script.facts)}",
-            entity=own[place // 2].entity if about_same else cast.name(),
-            attribute=other if about_same else attributes[place % len(attributes)],
-            value=value,
-            kind="distractor",
-            value_kind=element.value,
-        )
-        script.facts.append(fact)
-        extra.append(fact)
-        event = _stated(fact, replace(element, echo="noted"), pick(rng, options))
-        event.required_first = False
-        script.groups.append([event])
-    for fact in own[: element.probes]:
-        others = tuple(f.value for f in (*own, *extra) if f is not fact)
-        script.probes.append(
-            DraftProbe(
-                kind="keys",
-                question=f"What is the {fact.attribute} of {fact.entity}?",
-                gold=fact.value,
-                live=fact.key,
-                aliases=aliases(fact.value, element.value),
-                distractors=others,
-                prefix=f"The {fact.attribute} of {fact.entity} is" if recipe.answer_prefix else "",
-            )
-        )
-
-
-_NOTED = ("Noted.", "Okay.", "Understood.", "Got it.", "All right, noted.", "Thanks, noted.")
-
-
-def _stated(fact: DraftFact, element: Element, wording: object) -> Event:
-    slots = {"name": fact.entity, "attribute": fact.attribute, "value": fact.value}
-    statement = fill(wording.statement, **slots)  # type: ignore[attr-defined]
-    # The acknowledgement is drawn from the key, not the generator, so that echo modes share everything else.
-    reply = _NOTED[int(hashlib.sha256(f"{fact.entity}{fact.value}".encode()).hexdigest(), 16) % len(_NOTED)]
-    echo = Statement(fill(wording.echo, **slots), fact.key) if element.echo == "value" else Statement(reply)  # type: ignore[attr-defined]
-    return Event([DraftTurn(element.role, [Statement(statement, fact.key)]), DraftTurn("assistant", [echo])])
-
-
-_BUILDERS = {"keys": _build_keys}
-
-
-def draft(recipe: Recipe, values: Values, rng: random.Random) -> Script:
-    """Facts, events and probes of one conversation."""
-    script = Script()
-    cast = _Cast(rng, recipe)
-    values.next_conversation()
-    for element in recipe.elements:
-        _BUILDERS[element.kind](script, element, recipe, cast, values, rng)
-    return script
-
-
 def recipe_id(recipe: Recipe) -> str:
     """Name and content hash of a recipe."""
     payload = json.dumps(asdict(recipe), sort_keys=True, ensure_ascii=False)
     return f"{recipe.name}-{hashlib.sha256(payload.encode()).hexdigest()[:8]}"
+
+
+def ladder(rungs: Sequence[int], *, modulus: int = 1, residues: Sequence[int] = (0,)) -> list[int]:
+    """For each rung and residue the largest length that is not longer and leaves that residue.
+
+    `ladder([4096], modulus=4, residues=[0, 1, 2, 3])` is [4093, 4094, 4095, 4096].
+    """
+    if modulus < 1 or not residues or not all(0 <= residue < modulus for residue in residues):
+        raise PlantError(
+            f"residues {list(residues)} of {modulus} are not possible: each lies between 0 and {modulus - 1}"
+        )
+    lengths = {rung - (rung - residue) % modulus for rung in rungs for residue in residues}
+    return sorted(length for length in lengths if length > 0)
+
+
+def make_haystack(recipe: Recipe, ruler: Ruler, seed: int) -> Haystack:
+    """The filler of a set; reading and counting it takes most of a second, so pass it on between calls."""
+    own = own_sentences(recipe.filler, ruler) if recipe.filler is not None else None
+    return Haystack(ruler, Prose(recipe.split), f"{recipe.split}:{seed}", own=own)
 
 
 def make_conversations(
@@ -219,27 +97,32 @@ def make_conversations(
     haystack: Haystack | None = None,
     first: int = 0,
 ) -> Iterator[Conversation]:
-    """`count` conversations of one set, in order; conversation i is the same whatever `count` is.
+    """`count` conversations of one set, in order, from number `first` on; number i is the same whatever `count` is.
 
-    `rungs` are prompt lengths in tokens, template included. Raises `PlantError` before the first conversation when the
-    arguments cannot be met.
+    `rungs` are prompt lengths in tokens, template included. Raises before the first conversation when the arguments
+    cannot be met.
     """
-    ladder = sorted(set(rungs))
-    if not ladder or list(rungs) != ladder:
+    validate(recipe, f"recipe {recipe.name!r}")
+    if not rungs or list(rungs) != sorted(set(rungs)):
         raise PlantError(f"rungs {list(rungs)} are not possible: at least one length, growing, none twice")
-    if ladder[0] < 1 or ladder[-1] > 2**21:
-        raise PlantError(f"rungs {list(rungs)} are not possible: lengths lie between 1 and {2**21}")
-    if count < 0:
-        raise PlantError(f"count {count} is not possible: 0 or more")
+    if rungs[-1] > MAX_RUNG:
+        raise PlantError(f"rung {rungs[-1]} is not possible: at most {MAX_RUNG} tokens")
+    if count < 0 or first < 0:
+        raise PlantError(f"count {count} from number {first} is not possible: 0 or more")
     values = Values()
     values.check(recipe.demands(), first + count)
     if haystack is None:
-        haystack = Haystack(ruler, Prose(recipe.split), f"{recipe.split}:{seed}")
-    for index in range(first + count):
-        rng = random.Random(f"{GENERATOR_VERSION}:{recipe_id(recipe)}:{seed}:{index}")
-        script = draft(recipe, values, rng)  # also for skipped ones: values must be unique over the whole set
-        if index >= first:
-            yield _Assembly(recipe, script, ruler, haystack, ladder, seed, index, rng).make()
+        haystack = make_haystack(recipe, ruler, seed)
+    if recipe.filler is not None and haystack.tokens < rungs[-1]:
+        raise FillerError(
+            f"the filler {recipe.filler.path!r} has {haystack.tokens:,} usable tokens; rung {rungs[-1]} needs as many: "
+            "add text or lower the rung"
+        )
+    for number in range(first + count):
+        rng = random.Random(f"{GENERATOR_VERSION}:{recipe_id(recipe)}:{seed}:{number}")
+        script = draft_script(recipe, values, rng, haystack.prose)  # skipped ones too: values are unique over the set
+        if number >= first:
+            yield _Assembly(recipe, script, haystack, rungs, seed, number, rng).make()
 
 
 class _Assembly:
@@ -249,44 +132,45 @@ class _Assembly:
         self,
         recipe: Recipe,
         script: Script,
-        ruler: Ruler,
         haystack: Haystack,
         rungs: Sequence[int],
         seed: int,
-        index: int,
+        number: int,
         rng: random.Random,
     ) -> None:
-        self.recipe, self.script, self.ruler, self.haystack = recipe, script, ruler, haystack
-        self.rungs, self.seed, self.index, self.rng = rungs, seed, index, rng
-        self.meter = Meter(ruler)
+        self.recipe, self.script, self.haystack, self.ruler = recipe, script, haystack, haystack.ruler
+        self.rungs, self.seed, self.rng = rungs, seed, rng
+        self.walk = Walk(haystack.pieces, rng)
+        self.meter = Meter(self.ruler)
         self.turns: list[Turn] = []
+        self.undo: list[tuple[int, Meter]] = []
+        """State before each filler exchange since the last event, for rulers whose sums are estimates."""
         self.spans: dict[str, Span] = {}
-        """By fact key: where its first statement stands."""
+        """By fact key: where it is stated first."""
         self.turn_of: dict[str, int] = {}
-        self.ids: dict[str, str] = {}
-        stem = hashlib.sha256(
-            f"{GENERATOR_VERSION}:{recipe_id(recipe)}:{ruler.tokenizer_hash}:{ruler.template_hash}:{list(rungs)}:{seed}:{index}".encode()
-        ).hexdigest()[:12]
-        self.conversation_id = f"{recipe.name}-{index:05d}-{stem}"
-        for fact in script.facts:
-            self.ids[fact.key] = f"{self.conversation_id}/{fact.key}"
+        content = (
+            GENERATOR_VERSION,
+            recipe_id(recipe),
+            self.ruler.tokenizer_hash,
+            self.ruler.template_hash,
+            *rungs,
+            seed,
+        )
+        stem = hashlib.sha256(f"{content}:{number}".encode()).hexdigest()[:12]
+        self.conversation_id = f"{recipe.name}-{number:05d}-{stem}"
+        self.slack = _SLACK if self.ruler.additive else _MEASURED_SLACK
 
     def make(self) -> Conversation:
-        tails = [self._tail_tokens(probe) for probe in self.script.probes]
-        longest = max(tails, default=0)
-        ends = [rung - longest - _SLACK for rung in self.rungs]
-        events = self._schedule(ends)
-        if self.recipe.system:
-            self._turn("system", [Statement(self.recipe.system)])
+        longest = max((self._tail_tokens(probe) for probe in self.script.probes), default=0)
+        ends = [rung - longest - self.slack for rung in self.rungs]
+        segments = self._schedule(ends)
+        if self.recipe.system or self.script.system:
+            opening = [Statement(self.recipe.system)] if self.recipe.system else []
+            self._turn("system", opening + self.script.system)
         branches = []
-        for rung_events, end in zip(events, ends, strict=True):
-            self._segment(rung_events, end)
+        for events, end in zip(segments, ends, strict=True):
+            self._segment(events, end)
             branches.append((len(self.turns), self.meter.copy()))
-        asks = [
-            self._ask(rung, turn_end, meter, place)
-            for rung, (turn_end, meter) in zip(self.rungs, branches, strict=True)
-            for place in range(len(self.script.probes))
-        ]
         conversation = Conversation(
             conversation_id=self.conversation_id,
             recipe=recipe_id(self.recipe),
@@ -297,163 +181,126 @@ class _Assembly:
             turns=tuple(self.turns),
             facts=tuple(self._fact(fact) for fact in self.script.facts),
             probes=tuple(self._probe(place, probe) for place, probe in enumerate(self.script.probes)),
-            asks=tuple(asks),
+            asks=tuple(
+                self._ask(rung, turn_end, meter, place)
+                for rung, (turn_end, meter) in zip(self.rungs, branches, strict=True)
+                for place, probe in enumerate(self.script.probes)
+                if self._fair(probe, turn_end)
+            ),
         )
-        self._verify(conversation)
+        _verify(conversation, self.ruler, self.rng)
         return conversation
+
+    def _fair(self, probe: DraftProbe, turn_end: int) -> bool:
+        """Whether the history holds what the probe needs and nothing that would change its answer."""
+        stated = all(self.turn_of[key] < turn_end for key in probe.needs)
+        return stated and not any(self.turn_of[key] < turn_end for key in probe.absent)
 
     # What must fit where
 
-    def _sample(self, turns: Sequence[DraftTurn]) -> int:
-        """Tokens that turns add to a history that ends in an assistant turn."""
+    def _after_filler(self) -> Meter:
         meter = Meter(self.ruler)
         meter.turn("user", "Go on.")
-        meter.turn("assistant", "It was slowly.")
+        meter.turn("assistant", "It rained slowly.")
+        return meter
+
+    def _event_tokens(self, event: Event) -> int:
+        meter = self._after_filler()
         before = meter.tokens
-        for turn in turns:
-            meter.turn(turn.role, " ".join(part.text for part in turn.parts))
+        for turn in event.turns:
+            meter.turn(turn.role, _joined(turn.parts))
         return meter.tokens - before
 
     def _tail_tokens(self, probe: DraftProbe) -> int:
         """Tokens of a question without padding."""
-        meter = Meter(self.ruler)
-        meter.turn("user", "Go on.")
-        meter.turn("assistant", "It was slowly.")
+        meter = self._after_filler()
         before = meter.tokens
-        self._append_tail(meter, probe, "")
+        _append_tail(meter, probe, "")
         return meter.tokens - before
-
-    @staticmethod
-    def _append_tail(meter: Meter, probe: DraftProbe, pad: str) -> None:
-        meter.turn("user", f"{pad} {probe.question}".strip())
-        if probe.prefix:
-            meter.turn("assistant", probe.prefix, begun=True)
-        else:
-            meter.close()
 
     def _start_tokens(self) -> int:
         meter = Meter(self.ruler)
-        if self.recipe.system:
-            meter.turn("system", self.recipe.system)
-            meter.open("user")
-        else:
-            meter.open("user")
+        if self.recipe.system or self.script.system:
+            opening = [Statement(self.recipe.system)] if self.recipe.system else []
+            meter.turn("system", _joined(opening + self.script.system))
+        meter.open("user")
         return meter.tokens
 
-    def _schedule(self, ends: list[int]) -> list[list[tuple[Event, float]]]:
-        """Events of each rung's segment with the token position at which each should begin."""
+    def _schedule(self, ends: list[int]) -> list[list[tuple[Event, int]]]:
+        """Events of each rung's segment, with the token position at which each should begin."""
         rng = self.rng
         groups = [list(group) for group in self.script.groups]
         for group in groups:
             for event in group:
-                event.tokens = self._sample(event.turns)
-        start = self._start_tokens()
-        first_only = self.recipe.scope == "first"
-        here: list[Event] = []
-        later: list[Event] = []
-        order = shuffled(rng, [place for place, group in enumerate(groups) for _ in group])
+                event.tokens = self._event_tokens(event)
+        order = shuffled_places(rng, groups)
         queue = [groups[place].pop(0) for place in order]
-        room = ends[0] - start
-        if first_only or len(ends) == 1:
-            must = [event for event in queue if event.required_first]
-            fixed = sum(event.tokens for event in must)
-            self._require(room - fixed, ends[0], start + fixed)
-            spread = [event for event in queue if not event.required_first]
-            share = ends[0] / ends[-1]
-            free = room - fixed
-            wanted = max(sum(rng.random() < share for _ in spread), (len(spread) + 3) // 4)
-            if len(ends) == 1:
-                wanted = len(spread)
-                self._require(
-                    free - sum(event.tokens for event in spread), ends[0], start + fixed + sum(e.tokens for e in spread)
-                )
-            early: set[int] = set()
-            for event in spread[:wanted]:
-                if event.tokens <= free:
-                    free -= event.tokens
-                    early.add(id(event))
-            here = [event for event in queue if event.required_first or id(event) in early]
-            later = [event for event in queue if not (event.required_first or id(event) in early)]
-        else:
-            later = queue
-        segments: list[list[tuple[Event, float]]] = [[] for _ in ends]
-        segments[0] = self._positions(here, start, ends[0])
-        if later:
-            self._spread(later, segments, ends, 0 if not here and not first_only else 1, start)
-        return segments
-
-    def _require(self, free: int, end: int, needed: int) -> None:
-        if free < 0:
-            minimum = self.rungs[0] - end + needed
+        start = self._start_tokens()
+        begins = [start, *ends[:-1]]
+        rooms = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        if len(ends) == 1 and any(event.where == "later" for event in queue):
+            raise PlantError(
+                f"recipe {self.recipe.name!r} plants facts after the first rung: it needs at least two rungs"
+            )
+        must = sum(event.tokens for event in queue if event.where == "first" or len(ends) == 1)
+        if must > rooms[0]:
+            minimum = self.rungs[0] + must - rooms[0]
             raise PlantError(
                 f"rung {self.rungs[0]} is too small for recipe {self.recipe.name!r}: its facts, the template and the "
-                f"longest question need at least {minimum} tokens here"
+                f"longest question need at least {minimum} tokens in conversation {self.conversation_id}"
             )
+        where = {id(event): 0 for event in queue if event.where == "first" or len(ends) == 1}
+        free = [rooms[0] - must, *rooms[1:]]
+        if len(ends) > 1:
+            self._place(queue, where, free, ends, start)
+        segments = []
+        for segment, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            here = [event for event in queue if where[id(event)] == segment]
+            # Nobody should be right who repeats the last value stated: a distractor ends the segment where there is one.
+            others = [place for place, event in enumerate(here) if not event.probed]
+            if others and here[-1].probed:
+                here.append(here.pop(others[-1]))
+            segments.append(self._positions(here, begin, end, by_depth=segment == 0))
+        return segments
 
-    def _positions(self, events: list[Event], start: int, end: int) -> list[tuple[Event, float]]:
+    def _place(self, queue: list[Event], where: dict[int, int], free: list[int], ends: list[int], start: int) -> None:
+        """Choose a segment for each event that may lie after the first branch: in order, uniformly, as they fit."""
+        for kind, lowest in (("any", 0), ("later", 1)):
+            events = [event for event in queue if event.where == kind]
+            if not events:
+                continue
+            low = start if lowest == 0 else ends[0]
+            targets = sorted(low + self.rng.random() * (ends[-1] - low) for _ in events)
+            if kind == "any" and self.recipe.scope == "first":
+                # A quarter of the distractors at least stand in the first rung, where room allows.
+                targets[: (len(events) + 3) // 4] = [0.0] * ((len(events) + 3) // 4)
+            wanted = [max(lowest, sum(target >= end for end in ends[:-1])) for target in targets]
+            chosen = _fit(events, wanted, free) or _fit(events, [lowest] * len(events), free)
+            if chosen is None:
+                missing = sum(event.tokens for event in events) - sum(max(0, room) for room in free[lowest:])
+                raise PlantError(
+                    f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: its facts and distractors need at "
+                    f"least {self.rungs[-1] + max(missing, 1)} tokens there, or fewer rungs close together"
+                )
+            for event, segment in zip(events, chosen, strict=True):
+                where[id(event)] = segment
+                free[segment] -= event.tokens
+
+    def _positions(self, events: list[Event], start: int, end: int, *, by_depth: bool) -> list[tuple[Event, int]]:
         """Begin positions: the recipe's depths, pushed apart so that nothing overlaps and everything fits."""
-        if not events:
-            return []
         depth = self.recipe.depth
-        if depth == "uniform":
-            wanted = sorted(self.rng.random() for _ in events)
+        if depth == "uniform" or not by_depth:
+            wanted = sorted(start + self.rng.random() * (end - start) for _ in events)
         elif depth == "grid":
-            wanted = [(place + 0.5) / len(events) for place in range(len(events))]
+            wanted = [start + (place + 0.5) / len(events) * (end - start) for place in range(len(events))]
         else:
             assert isinstance(depth, tuple)
-            wanted = sorted(depth[place % len(depth)] / 100 for place in range(len(events)))
-        out: list[tuple[Event, float]] = []
-        after = sum(event.tokens for event in events)
-        earliest = float(start)
-        for event, fraction in zip(events, wanted, strict=True):
-            position = min(max(earliest, fraction * end), end - after)
-            out.append((event, position))
-            earliest = position + event.tokens
-            after -= event.tokens
-        return out
-
-    def _spread(
-        self, events: list[Event], segments: list[list[tuple[Event, float]]], ends: list[int], first: int, start: int
-    ) -> None:
-        """Put events into the segments from `first` on, in order, as uniformly as they fit."""
-        begins = [start, *ends[:-1]]
-        rooms = [max(0, end - begin) for begin, end in zip(begins, ends, strict=True)]
-        total = sum(rooms[first:])
-        needed = sum(event.tokens for event in events)
-        if needed > total:
-            raise PlantError(
-                f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: {needed - total} tokens are "
-                f"missing for its facts; at least {self.rungs[-1] + needed - total} are needed there"
-            )
-        segment, used = first, 0
-        chosen: list[list[Event]] = [[] for _ in ends]
-        wanted = sorted(self.rng.random() * total for _ in events)
-        passed = 0
-        for place, event in enumerate(events):
-            rest = sum(e.tokens for e in events[place:])
-            while segment < len(ends) - 1 and (
-                used + event.tokens > rooms[segment]
-                or (wanted[place] > passed + rooms[segment] and rest <= sum(rooms[segment + 1 :]))
-            ):
-                passed += rooms[segment]
-                segment, used = segment + 1, 0
-            if used + event.tokens > rooms[segment]:
-                raise PlantError(
-                    f"the rungs {list(self.rungs)} lie too close together for the facts of recipe {self.recipe.name!r}"
-                )
-            chosen[segment].append(event)
-            used += event.tokens
-        for place, found in enumerate(chosen):
-            if found:
-                segments[place] += self._positions_uniform(found, begins[place], ends[place])
-
-    def _positions_uniform(self, events: list[Event], start: int, end: int) -> list[tuple[Event, float]]:
-        wanted = sorted(start + self.rng.random() * (end - start) for _ in events)
+            wanted = sorted(depth[place % len(depth)] / 100 * end for place in range(len(events)))
         out = []
         after = sum(event.tokens for event in events)
-        earliest = float(start)
+        earliest = start
         for event, position in zip(events, wanted, strict=True):
-            at = min(max(earliest, position), end - after)
+            at = min(max(earliest, int(position)), end - after)
             out.append((event, at))
             earliest = at + event.tokens
             after -= event.tokens
@@ -461,131 +308,180 @@ class _Assembly:
 
     # Writing
 
-    def _segment(self, events: list[tuple[Event, float]], end: int) -> None:
+    def _segment(self, events: list[tuple[Event, int]], end: int) -> None:
         """Write events at their positions, filler between, and stop at exactly `end` tokens if there is room to."""
         needed = sum(event.tokens for event, _ in events)
         for event, position in events:
-            # Filler before the event may not eat the room of what must follow it.
-            self._filler(min(int(position), end - needed))
-            self._event(event)
+            self._filler(min(position, end - needed))
+            for turn in event.turns:
+                self._turn(turn.role, turn.parts)
             needed -= event.tokens
-        self._filler(end, exact=True)
+        self.undo = []
+        if self.ruler.additive:
+            self._filler(end, exact=True)
+            return
+        self._filler(end - (end - self.meter.tokens) // 16 - self.slack)
+        for _ in range(4):
+            self.meter.shift(self._measured_error())
+            before = len(self.turns)
+            self._filler(end, exact=True)
+            if len(self.turns) == before:
+                break
+        else:
+            self.meter.shift(self._measured_error())
+        while self.meter.tokens > end + self.slack - 2 and self.undo:
+            turns, self.meter = self.undo.pop()
+            del self.turns[turns:]
+            self.meter.shift(self._measured_error())
+
+    def _measured_error(self) -> int:
+        """Real minus summed tokens of the history with a question after it."""
+        probe = self.script.probes[0] if self.script.probes else DraftProbe("", "What else?", "", None)
+        meter = self.meter.copy()
+        _append_tail(meter, probe, "")
+        return self.ruler.prompt_tokens([*as_messages(self.turns), *_tail_messages(probe, "")]) - meter.tokens
 
     def _filler(self, end: int, *, exact: bool = False) -> None:
         """Filler exchanges up to `end` tokens: at most that, or exactly that where an exchange fits at all."""
         low, high = self.recipe.turn_tokens
-        while True:
-            ask = pick(self.rng, self.haystack.asks)
-            opener = pick(self.rng, self.haystack.prose.openers)
-            trial = self.meter.copy()
-            trial.turn("user", ask)
-            trial.turn("assistant", opener)
-            rest = end - trial.tokens
-            if rest < self.haystack.shortest or (exact and not self.haystack.reachable(rest)):
-                if rest < self.haystack.shortest or not exact:
+        haystack, rng = self.haystack, self.rng
+        while end - self.meter.tokens > _SHORT_TURN:
+            ask, opener = pick(rng, haystack.asks), pick(rng, haystack.prose.openers)
+            meter = self.meter.copy()
+            meter.turn("user", ask)
+            meter.turn("assistant", opener)
+            rest = end - meter.tokens
+            if rest < haystack.shortest:
+                if exact:
+                    self._short_exchange(end)
+                return
+            reply = low + int(rng.random() * (high - low + 1))
+            least = meter.tokens - self.meter.tokens + haystack.longest
+            pieces: list[Piece] | None
+            if exact and rest < reply + least:
+                # What would remain is too small for another exchange: this reply is the last one.
+                pieces = haystack.exactly(rng, self.walk, rest)
+                if pieces is None:
                     return
-                continue  # a rare remainder that no sentences add up to: another question
-            reply = low + int(self.rng.random() * (high - low + 1))
-            minimum = trial.tokens - self.meter.tokens + self.haystack.longest * 2
-            if rest <= reply or (exact and rest - reply < minimum):
-                size = rest if rest <= high + minimum else reply
-                if exact and size == rest:
-                    pieces = self.haystack.pieces_of(self.rng, rest)
-                    self._say(trial, ask, opener, pieces)
+            else:
+                pieces, left = [], min(reply, rest)
+                piece = self.walk.next()
+                while piece.tokens <= left:
+                    pieces.append(piece)
+                    left -= piece.tokens
+                    piece = self.walk.next()
+                if not pieces:
                     return
-            size = min(reply, rest)
-            pieces, used = [], 0
-            while True:
-                piece = self.haystack.sentence(self.rng)
-                if used + piece.tokens > size:
-                    break
-                pieces.append(piece)
-                used += piece.tokens
-            if not pieces:
-                pieces = [pick(self.rng, self.haystack.by_tokens[self.haystack.shortest])]
-            self._say(trial, ask, opener, pieces)
+            self.undo.append((len(self.turns), self.meter))
+            content = opener + say(meter, pieces)
+            self.meter = meter
+            self._record("user", ask)
+            self._record("assistant", content)
 
-    def _say(self, meter: Meter, ask: str, opener: str, pieces: Sequence[object]) -> None:
-        content = opener + say(meter, pieces)  # type: ignore[arg-type]
-        self.meter = meter
-        self.turns.append(Turn(turn_index=len(self.turns), role="user", content=ask))
-        self.turns.append(Turn(turn_index=len(self.turns), role="assistant", content=content))
+    def _short_exchange(self, end: int) -> None:
+        """A few words each, to the exact token; nothing when that cannot be."""
+        meter = self.meter.copy()
+        ask = pick(self.rng, SHORT_ASKS)
+        meter.turn("user", ask)
+        meter.open("assistant")
+        wanted = end - meter.tokens
+        for _ in range(6):
+            if not self.haystack.closers.reachable(wanted) or wanted < 1:
+                return
+            content = "".join(piece.text for piece in self.haystack.closers.make(self.rng, wanted)).strip()
+            trial = meter.copy()
+            trial.text(content)
+            if trial.tokens == end:
+                self.undo.append((len(self.turns), self.meter))
+                self.meter = trial
+                self._record("user", ask)
+                self._record("assistant", content)
+                return
+            wanted += end - trial.tokens
 
-    def _event(self, event: Event) -> None:
-        for turn in event.turns:
-            self._turn(turn.role, turn.parts)
+    def _record(self, role: Role, content: str, keys: Sequence[str] = ()) -> None:
+        fact_ids = tuple(f"{self.conversation_id}/{key}" for key in keys)
+        self.turns.append(Turn(turn_index=len(self.turns), role=role, content=content, fact_ids=fact_ids))
 
     def _turn(self, role: Role, parts: Sequence[Statement]) -> None:
         self.meter.open(role)
-        keys = []
         content = ""
         for part in parts:
-            lead = " " if content else ""
-            if part.key is not None:
-                keys.append(part.key)
-                if part.key not in self.spans:
+            lead = part.lead if content else ""
+            if part.key is not None and part.key not in self.turn_of:
+                self.turn_of[part.key] = len(self.turns)
+                if self.ruler.additive:
                     shift, base = len(self.meter.pending + lead), self.meter.tokens_before_pending
-                    bare = part.text.rstrip(".!")
+                    bare = part.text.rstrip(".!。")
                     span = self.ruler.spans(self.meter.pending + lead + part.text, [(shift, shift + len(bare))])[0]
                     self.spans[part.key] = Span(base + span.start, base + span.end)
-                    self.turn_of[part.key] = len(self.turns)
             self.meter.text(lead + part.text)
             content += lead + part.text
-        fact_ids = tuple(self.ids[key] for key in keys)
-        self.turns.append(Turn(turn_index=len(self.turns), role=role, content=content, fact_ids=fact_ids))
+        self._record(role, content, list(dict.fromkeys(part.key for part in parts if part.key is not None)))
 
     def _ask(self, rung: int, turn_end: int, history: Meter, place: int) -> Ask:
         """The tail of one probe, padded to the rung's exact length."""
         probe = self.script.probes[place]
-        bare = history.copy()
-        self._append_tail(bare, probe, "")
-        missing = rung - bare.tokens
-        pad, wanted, tokens = "", missing, bare.tokens
-        for _ in range(24):
-            if tokens == rung:
-                break
-            found = self.haystack.pad(self.rng, wanted)
-            if found is None:
-                wanted += 1 if wanted < 2 else -1
-                continue
-            pad = found
-            meter = history.copy()
-            self._append_tail(meter, probe, pad)
-            tokens = meter.tokens
-            wanted += rung - tokens
-        if tokens != rung:
-            raise ExactnessError(
-                f"{self.conversation_id}, rung {rung}: the prompt came out at {tokens} tokens and no padding of "
-                f"{missing} tokens was found"
-            )
-        tail = [Turn(turn_index=turn_end, role="user", content=f"{pad} {probe.question}".strip())]
-        if probe.prefix:
-            tail.append(Turn(turn_index=turn_end + 1, role="assistant", content=probe.prefix))
-        span = self.spans[probe.live] if probe.live is not None else None
+        past = as_messages(self.turns[:turn_end]) if not self.ruler.additive else []
+
+        def measured(pad: str) -> int:
+            if self.ruler.additive:
+                meter = history.copy()
+                _append_tail(meter, probe, pad)
+                return meter.tokens
+            return self.ruler.prompt_tokens([*past, *_tail_messages(probe, pad)])
+
+        pad = padded(self.haystack, self.rng, rung, measured, self.conversation_id)
+        messages = _tail_messages(probe, pad)
+        tail = tuple(
+            Turn(turn_index=turn_end + i, role=cast(Role, message["role"]), content=message["content"])
+            for i, message in enumerate(messages)
+        )
+        span = self._span(probe, rung, turn_end, tail)
         return Ask(
             rung=rung,
             probe_id=f"{self.conversation_id}/p{place}",
             turn_end=turn_end,
-            tail=tuple(tail),
-            prompt_tokens=tokens,
+            tail=tail,
+            prompt_tokens=rung,
             fact_span=(span.start, span.end) if span else None,
-            depth_pct=round(100 * span.start / tokens, 3) if span else None,
-            distance_tokens=tokens - span.end if span else None,
+            depth_pct=round(100 * span.start / rung, 3) if span else None,
+            distance_tokens=rung - span.end if span else None,
             distance_turns=turn_end - self.turn_of[probe.live] if probe.live is not None else None,
         )
+
+    def _span(self, probe: DraftProbe, rung: int, turn_end: int, tail: tuple[Turn, ...]) -> Span | None:
+        """Where the live fact is stated, in tokens of the prompt."""
+        if probe.live is None:
+            return None
+        if probe.live not in self.spans:
+            at = self.turn_of[probe.live]
+            statement = next(
+                part.text.rstrip(".!。")
+                for group in (*self.script.groups, [Event([DraftTurn("system", self.script.system)])])
+                for event in group
+                for turn in event.turns
+                for part in turn.parts
+                if part.key == probe.live
+            )
+            found = self.ruler.find(as_messages([*self.turns[:turn_end], *tail]), at, statement)
+            if found is None:
+                return None
+            return found  # not kept: an estimating template may shift it from rung to rung
+        return self.spans[probe.live]
 
     # Records
 
     def _fact(self, fact: DraftFact) -> Fact:
         return Fact(
-            fact_id=self.ids[fact.key],
+            fact_id=f"{self.conversation_id}/{fact.key}",
             entity=fact.entity,
             attribute=fact.attribute,
             value=fact.value,
             kind=fact.kind,
             turn_index=self.turn_of[fact.key],
-            supersedes=self.ids[fact.supersedes] if fact.supersedes else None,
-            aliases=aliases(fact.value, fact.value_kind),
+            supersedes=f"{self.conversation_id}/{fact.supersedes}" if fact.supersedes else None,
+            aliases=fact.aliases,
         )
 
     def _probe(self, place: int, probe: DraftProbe) -> Probe:
@@ -595,21 +491,192 @@ class _Assembly:
             question=probe.question,
             gold=probe.gold,
             aliases=probe.aliases,
-            live_fact=self.ids[probe.live] if probe.live is not None else None,
-            distractor_values=probe.distractors,
+            live_fact=f"{self.conversation_id}/{probe.live}" if probe.live is not None else None,
+            distractor_values=tuple(dict.fromkeys(probe.distractors)),
             stale_values=probe.stale,
             answer_prefix=probe.prefix,
+            needs=tuple(dict.fromkeys(f"{self.conversation_id}/{key}" for key in probe.needs)),
         )
 
-    def _verify(self, conversation: Conversation) -> None:
-        """Encode prompts whole and compare with the sums: all of a short conversation's, as many as cost little else."""
-        budget = _ENCODE_WHOLE_TOKENS
-        for ask in conversation.asks:
-            budget -= ask.prompt_tokens
-            if budget < 0:
+
+def shuffled_places(rng: random.Random, groups: Sequence[Sequence[Event]]) -> list[int]:
+    """Group numbers in a seeded order, each as often as its group has events."""
+    places = [place for place, group in enumerate(groups) for _ in group]
+    for last in range(len(places) - 1, 0, -1):
+        other = int(rng.random() * (last + 1))
+        places[last], places[other] = places[other], places[last]
+    return places
+
+
+def _fit(events: Sequence[Event], wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """Segments not before the wanted ones, never going back, with room for every event; None when one finds no room."""
+    left = list(free)
+    chosen: list[int] = []
+    segment = 0
+    for event, target in zip(events, wanted, strict=True):
+        segment = max(segment, target)
+        while segment < len(left) and left[segment] < event.tokens:
+            segment += 1
+        if segment == len(left):
+            return None
+        left[segment] -= event.tokens
+        chosen.append(segment)
+    return chosen
+
+
+def _joined(parts: Sequence[Statement]) -> str:
+    return "".join((part.lead if place else "") + part.text for place, part in enumerate(parts))
+
+
+def _tail_messages(probe: DraftProbe, pad: str) -> list[dict[str, str]]:
+    tail = [{"role": "user", "content": f"{pad} {probe.question}".strip()}]
+    if probe.prefix:
+        tail.append({"role": "assistant", "content": probe.prefix})
+    return tail
+
+
+def _append_tail(meter: Meter, probe: DraftProbe, pad: str) -> None:
+    meter.turn("user", f"{pad} {probe.question}".strip())
+    if probe.prefix:
+        meter.turn("assistant", probe.prefix, begun=True)
+    else:
+        meter.close()
+
+
+def padded(haystack: Haystack, rng: random.Random, rung: int, measured: Callable[[str], int], where: str) -> str:
+    """Text of a length that makes `measured(text)` exactly `rung`."""
+    missing = rung - measured("")
+    if missing == 0:
+        return ""
+    if missing < 0:
+        raise PlantError(f"rung {rung} is too small for {where}: at least {rung - missing} tokens are needed")
+    wanted = missing
+    for _ in range(32):
+        pad = haystack.pad(rng, wanted) if wanted > 0 else None
+        if pad is None:
+            wanted += 1 if wanted < 2 else -1
+            if wanted < 2 and missing < 2:
                 break
-            realised = self.ruler.prompt_tokens(messages_for(conversation, ask))
-            if realised != ask.prompt_tokens:
-                raise ExactnessError(
-                    f"{ask.probe_id}: planned {ask.rung} tokens, counted {ask.prompt_tokens}, encoded {realised}"
-                )
+            continue
+        tokens = measured(pad)
+        if tokens == rung:
+            return pad
+        wanted += rung - tokens
+    for word in _LEADS:
+        if measured(word) == rung:
+            return word
+    raise ExactnessError(f"{where}, rung {rung}: no padding of {missing} tokens was found")
+
+
+def _verify(conversation: Conversation, ruler: Ruler, rng: random.Random) -> None:
+    """Compare sums with encodings: whole prompts while the budget lasts, then a window at a seeded place."""
+    if not ruler.additive:
+        return  # every prompt was measured
+    budget = _ENCODE_WHOLE_TOKENS
+    for ask in conversation.asks:
+        budget -= ask.prompt_tokens
+        if budget < 0:
+            break
+        realised = ruler.prompt_tokens(messages_for(conversation, ask))
+        if realised != ask.prompt_tokens:
+            raise ExactnessError(
+                f"{ask.probe_id}: planned {ask.rung} tokens, counted {ask.prompt_tokens}, encoded {realised}"
+            )
+    if budget < 0 and len(conversation.turns) > 2:
+        text, previous = "", ""
+        for turn in conversation.turns[int(rng.random() * (len(conversation.turns) - 2)) :]:
+            text += (ruler.layout.between[previous, turn.role] if previous else "") + turn.content
+            previous = turn.role
+            if len(text) > _WINDOW_CHARACTERS:
+                break
+        window = "".join(ruler.chunks(text)[1:])  # what follows the first cut
+        if window and ruler.count(window) != ruler.count_whole(window):
+            raise ExactnessError(
+                f"{conversation.conversation_id}: a window of {ruler.count_whole(window)} tokens was counted as "
+                f"{ruler.count(window)}"
+            )
+
+
+def concat_twin(conversation: Conversation, haystack: Haystack) -> Conversation:
+    """The same facts in one user turn: every prompt as long as its original, the turns joined by line breaks.
+
+    The twin has no history; each tail holds the whole text. It shares its original's cluster.
+    """
+    ruler = haystack.ruler
+    rng = random.Random(f"concat:{conversation.conversation_id}")
+    probes = {probe.probe_id: probe for probe in conversation.probes}
+    facts = {fact.fact_id: fact for fact in conversation.facts}
+    name = f"{conversation.conversation_id}-concat"
+
+    def renamed(identifier: str) -> str:
+        return name + identifier.removeprefix(conversation.conversation_id)
+
+    asks = []
+    for ask in conversation.asks:
+        probe = probes[ask.probe_id]
+        history = conversation.turns[: ask.turn_end]
+        system = [{"role": "system", "content": turn.content} for turn in history if turn.role == "system"]
+        text = "\n".join(turn.content for turn in history if turn.role != "system")
+        begun = [{"role": "assistant", "content": probe.answer_prefix}] if probe.answer_prefix else []
+
+        def prompt(pad: str) -> list[dict[str, str]]:
+            question = f"{pad} {probe.question}".strip()  # noqa: B023 - called within this iteration only
+            return [*system, {"role": "user", "content": f"{text}\n{question}".strip()}, *begun]  # noqa: B023
+
+        def measured(pad: str) -> int:
+            if not ruler.additive:
+                return ruler.prompt_tokens(prompt(pad))
+            meter = Meter(ruler)
+            for message in prompt(pad):
+                meter.turn(message["role"], message["content"], begun=message["role"] == "assistant")
+            meter.close()
+            return meter.tokens
+
+        messages = prompt(padded(haystack, rng, ask.rung, measured, name))
+        span = None
+        if probe.live_fact is not None:
+            live = facts[probe.live_fact]
+            within = next(
+                part for part in conversation.turns[live.turn_index].content.split("\n") if live.value in part
+            )
+            span = ruler.find(messages, len(system), within)
+        asks.append(
+            replace(
+                ask,
+                probe_id=renamed(ask.probe_id),
+                turn_end=0,
+                tail=tuple(
+                    Turn(turn_index=place, role=cast(Role, message["role"]), content=message["content"])
+                    for place, message in enumerate(messages)
+                ),
+                fact_span=(span.start, span.end) if span else None,
+                depth_pct=round(100 * span.start / ask.rung, 3) if span else None,
+                distance_tokens=ask.rung - span.end if span else None,
+                distance_turns=0 if span else None,
+            )
+        )
+    return replace(
+        conversation,
+        conversation_id=name,
+        turns=(),
+        facts=tuple(
+            replace(
+                fact,
+                fact_id=renamed(fact.fact_id),
+                turn_index=0,
+                supersedes=renamed(fact.supersedes) if fact.supersedes else None,
+            )
+            for fact in conversation.facts
+        ),
+        probes=tuple(
+            replace(
+                probe,
+                probe_id=renamed(probe.probe_id),
+                live_fact=renamed(probe.live_fact) if probe.live_fact else None,
+                needs=tuple(map(renamed, probe.needs)),
+            )
+            for probe in conversation.probes
+        ),
+        asks=tuple(asks),
+        cluster_id=conversation.cluster_id or conversation.conversation_id,
+    )

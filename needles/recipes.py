@@ -1,7 +1,7 @@
 """Recipes: what a conversation plants, as data. Built-in ones by name, your own from TOML.
 
     recipe("reference")            # what `make eval` uses
-    load_recipe("mine.toml")
+    recipe("mine.toml")
 
 A recipe is a list of elements (each plants facts and asks about them) and how they lie in the conversation:
 
@@ -15,6 +15,13 @@ A recipe is a list of elements (each plants facts and asks about them) and how t
     look_alike = 2                 # distractor values differ from a real one in two characters
     [[elements]]
     kind = "update"
+    [filler]                       # leave out for the built-in prose
+    path = "text"                  # arguments of datasets.load_dataset
+    data_files = "essays/*.txt"
+    column = "text"
+
+Probe kinds (`Probe.kind`) are the element kinds, except that "late" asks "abstain" before and "keys" after its fact is
+planted. Probes whose kind begins with "abstain" have no live fact and no gold: saying that it was not said is right.
 """
 
 import dataclasses
@@ -28,9 +35,29 @@ from longrecall.needles.schema import Role
 from longrecall.needles.values import VALUE_KINDS, Demand
 from longrecall.needles.vocabulary import Split
 
-ElementKind = Literal["keys",]
+ElementKind = Literal[
+    "keys",
+    "values",
+    "hops",
+    "update",
+    "retraction",
+    "latent",
+    "ordinal",
+    "order",
+    "count",
+    "abstain",
+    "late",
+    "verbatim",
+]
+"""keys: independent facts. values: several values of one person, told apart by the weekday. hops: a chain "the same as".
+update: newest value wins. retraction: withdrawn again. latent: asked in words that share nothing with the fact.
+ordinal: the i-th of several alike notes. order: the one said right after another. count: how many were said.
+abstain: never said. late: asked before and after it is said (needs two rungs). verbatim: a passage to copy back."""
+Form = Literal["sentence", "json", "table", "code", "script"]
 ELEMENT_KINDS: tuple[str, ...] = get_args(ElementKind)
+FORMS: tuple[str, ...] = get_args(Form)
 SPLITS: tuple[str, ...] = get_args(Split)
+ROLES: tuple[str, ...] = get_args(Role)
 
 
 class RecipeError(ValueError):
@@ -43,22 +70,41 @@ class Element:
 
     kind: ElementKind = "keys"
     count: int = 1
-    """Facts planted (chains, updates, …: how many of them)."""
+    """Facts planted; hops, update, retraction: chains; verbatim: passages; count: about how many are to be counted."""
     value: str = "number"
     """Kind of value; see `values.VALUE_KINDS`."""
     digits: int = 5
     role: Role = "user"
     """Who states the fact."""
+    form: Form = "sentence"
+    """How it is written (kind keys only): a sentence, JSON, a Markdown table, code, or in another language's script."""
     echo: Literal["value", "noted"] = "value"
     """The assistant's reply repeats the fact, or only says that it is noted."""
     attributes: int = 1
     """Over how many attributes the facts are spread."""
     distractors: int = 0
-    """Facts of the same kind about others, never asked about."""
+    """Facts of the same sort about others, never asked about."""
     look_alike: int | None = None
     """Distractor values differ from a real value in exactly so many characters; None: any values."""
+    length: int = 2
+    """hops: links before the value; update: values after the first."""
+    tokens: int = 80
+    """verbatim: about how long the passage is."""
     probes: int | None = None
     """How many facts are asked about; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filler:
+    """The user's own text, read by `datasets.load_dataset(path, name, data_files=…, split=…)`."""
+
+    path: str
+    """A hub id, a folder, or a loader: "text", "json", "parquet", "csv"."""
+    name: str | None = None
+    data_files: str | None = None
+    split: str = "train"
+    column: str = "text"
+    max_sentences: int = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +116,8 @@ class Recipe:
     depth: Literal["uniform", "grid"] | tuple[float, ...] = "uniform"
     """Where facts lie in the first rung's context: uniform, evenly spaced, or listed percents (cycled)."""
     scope: Literal["first", "all"] = "first"
-    """Facts all lie before the first rung's branch, so that each is asked at every rung; or over the whole ladder."""
+    """Facts all lie before the first rung's branch, so that each is asked at every rung; or over the whole ladder, and
+    each is asked from the rung that contains it on. Distractors lie anywhere in both."""
     split: Split = "all"
     """Templates, words, names and attributes used; the indexer of the reference build is trained on "train"."""
     answer_prefix: bool = False
@@ -79,13 +126,26 @@ class Recipe:
     """Length of a filler reply, in tokens."""
     system: str = ""
     """Text of a system turn; empty: none."""
+    filler: Filler | None = None
+    """None: the built-in prose."""
 
     def demands(self) -> list[Demand]:
-        """Values a conversation takes."""
+        """Values a conversation takes at most."""
         return [
-            Demand(kind=element.value, count=element.count + element.distractors, digits=element.digits)
-            for element in self.elements
+            Demand(kind=e.value, count=_values_taken(e), digits=e.digits)
+            for e in self.elements
+            if e.kind not in ("verbatim", "count")
         ]
+
+
+def _values_taken(element: Element) -> int:
+    if element.kind == "update":
+        return element.count * (1 + element.length) + element.distractors
+    return element.count + element.distractors
+
+
+def _mixed(*elements: Element) -> tuple[Element, ...]:
+    return elements
 
 
 BUILT_IN: dict[str, Recipe] = {
@@ -96,6 +156,52 @@ BUILT_IN: dict[str, Recipe] = {
             elements=(Element(kind="keys", count=8, distractors=8),),
             split="heldout",
             answer_prefix=True,
+        ),
+        Recipe(name="single", elements=(Element(count=1, distractors=2),)),
+        Recipe(name="keys", elements=(Element(count=8, distractors=8),)),
+        *(
+            Recipe(name=f"keys-{value}", elements=(Element(count=8, distractors=8, value=value),))
+            for value in VALUE_KINDS
+            if value != "number"
+        ),
+        Recipe(name="look-alike", elements=(Element(count=6, distractors=12, look_alike=2, digits=7),)),
+        Recipe(name="values", elements=(Element(kind="values", count=6, distractors=6),)),
+        Recipe(name="hops", elements=(Element(kind="hops", count=3, length=2, distractors=4),)),
+        Recipe(name="update", elements=(Element(kind="update", count=4, length=2, distractors=4),)),
+        Recipe(
+            name="retraction",
+            elements=_mixed(Element(kind="retraction", count=2), Element(count=4, distractors=4)),
+        ),
+        Recipe(name="latent", elements=(Element(kind="latent", count=6, distractors=4),)),
+        Recipe(name="ordinal", elements=(Element(kind="ordinal", count=6, distractors=4),)),
+        Recipe(name="order", elements=(Element(kind="order", count=8, distractors=4),)),
+        Recipe(name="count", elements=(Element(kind="count", count=8, distractors=4),)),
+        Recipe(name="abstain", elements=_mixed(Element(kind="abstain", count=4), Element(count=6, distractors=6))),
+        Recipe(
+            name="late", elements=_mixed(Element(kind="late", count=3), Element(count=5, distractors=6)), scope="first"
+        ),
+        Recipe(name="verbatim", elements=(Element(kind="verbatim", count=2, distractors=1, tokens=80),)),
+        Recipe(name="json", elements=(Element(count=8, distractors=4, form="json"),)),
+        Recipe(name="table", elements=(Element(count=8, distractors=4, form="table"),)),
+        Recipe(name="code", elements=(Element(count=8, distractors=4, form="code"),)),
+        Recipe(name="scripts", elements=(Element(count=8, distractors=4, form="script"),)),
+        Recipe(name="assistant-turns", elements=(Element(count=6, distractors=6, role="assistant"),)),
+        Recipe(name="tool-turns", elements=(Element(count=6, distractors=6, role="tool"),)),
+        Recipe(name="system-turn", elements=(Element(count=6, role="system"), Element(count=2, distractors=6))),
+        Recipe(
+            name="mixed",
+            elements=_mixed(
+                Element(count=4, distractors=4, look_alike=2, digits=6),
+                Element(count=2, value="uuid", role="assistant", distractors=2),
+                Element(kind="update", count=2, length=1),
+                Element(kind="hops", count=1, length=2, distractors=1),
+                Element(kind="ordinal", count=3),
+                Element(kind="latent", count=2),
+                Element(kind="abstain", count=2),
+                Element(count=2, form="json"),
+                Element(kind="verbatim", count=1, tokens=60),
+            ),
+            scope="all",
         ),
     )
 }
@@ -119,13 +225,14 @@ def load_recipe(path: str | Path) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
     elements = content.pop("elements", None)
-    if not isinstance(elements, list) or not elements:
+    if not isinstance(elements, list) or not elements or not all(isinstance(element, dict) for element in elements):
         raise RecipeError(f"{path} has no [[elements]] table: a recipe plants at least one element")
     content.setdefault("name", Path(path).stem)
-    if isinstance(content.get("depth"), list):
-        content["depth"] = tuple(float(value) for value in content["depth"])
-    if isinstance(content.get("turn_tokens"), list):
-        content["turn_tokens"] = tuple(content["turn_tokens"])
+    if isinstance(content.get("filler"), dict):
+        content["filler"] = _checked(Filler, content["filler"], f"{path}, [filler]")
+    for key in ("depth", "turn_tokens"):
+        if isinstance(content.get(key), list):
+            content[key] = tuple(content[key])
     made = tuple(_checked(Element, element, f"{path}, element {place + 1}") for place, element in enumerate(elements))
     loaded: Recipe = _checked(Recipe, {**content, "elements": made}, str(path))
     validate(loaded, str(path))
@@ -133,9 +240,19 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def _checked(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    known = {field.name for field in dataclasses.fields(kind)}
-    if unknown := sorted(set(values) - known):
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(values) - set(known)):
         raise RecipeError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}")
+    for name, field in known.items():
+        if name not in values:
+            if field.default is dataclasses.MISSING:
+                raise RecipeError(f"{where}: the key {name!r} is missing")
+            continue
+        # bool is an int to Python, and a TOML integer is fine where a float is wanted: compare plain scalars only
+        default, value = field.default, values[name]
+        for scalar in (bool, int, str):
+            if type(default) is scalar and type(value) is not scalar:
+                raise RecipeError(f"{where}: {name} = {value!r} is not possible; a {scalar.__name__} is right")
     return kind(**values)
 
 
@@ -145,23 +262,49 @@ def validate(checked: Recipe, where: str) -> None:
     def refuse(key: str, value: object, right: str) -> None:
         raise RecipeError(f"{where}: {key} = {value!r} is not possible; {right}")
 
-    if checked.split not in SPLITS:
-        refuse("split", checked.split, f"one of {', '.join(SPLITS)}")
-    if checked.scope not in ("first", "all"):
-        refuse("scope", checked.scope, '"first" or "all"')
+    def one_of(key: str, value: object, options: tuple[str, ...]) -> None:
+        if value not in options:
+            refuse(key, value, f"one of {', '.join(options)}")
+
+    one_of("split", checked.split, SPLITS)
+    one_of("scope", checked.scope, ("first", "all"))
     if not isinstance(checked.depth, tuple) and checked.depth not in ("uniform", "grid"):
         refuse("depth", checked.depth, '"uniform", "grid" or a list of percents')
-    if isinstance(checked.depth, tuple) and not (checked.depth and all(0 <= d <= 100 for d in checked.depth)):
+    if isinstance(checked.depth, tuple) and not (
+        checked.depth and all(isinstance(d, int | float) and 0 <= d <= 100 for d in checked.depth)
+    ):
         refuse("depth", checked.depth, "percents lie between 0 and 100")
-    low, high = checked.turn_tokens
-    if not 20 <= low <= high:
+    if not (
+        isinstance(checked.turn_tokens, tuple)
+        and len(checked.turn_tokens) == 2
+        and all(isinstance(count, int) for count in checked.turn_tokens)
+        and 20 <= checked.turn_tokens[0] <= checked.turn_tokens[1]
+    ):
         refuse("turn_tokens", checked.turn_tokens, "two counts, the smaller first, at least 20")
     for element in checked.elements:
-        if element.kind not in ELEMENT_KINDS:
-            refuse("kind", element.kind, f"one of {', '.join(ELEMENT_KINDS)}")
-        if element.value not in VALUE_KINDS:
-            refuse("value", element.value, f"one of {', '.join(VALUE_KINDS)}")
-        if element.count < 1 or element.distractors < 0 or element.attributes < 1:
-            refuse("count", element.count, "count and attributes are at least 1, distractors at least 0")
-        if not 1 <= element.digits <= 18:
-            refuse("digits", element.digits, "between 1 and 18")
+        one_of("kind", element.kind, ELEMENT_KINDS)
+        one_of("value", element.value, VALUE_KINDS)
+        one_of("role", element.role, ROLES)
+        one_of("form", element.form, FORMS)
+        one_of("echo", element.echo, ("value", "noted"))
+        for key, low, high in (
+            ("count", 1, 512),
+            ("distractors", 0, 512),
+            ("attributes", 1, 32),
+            ("digits", 1, 18),
+            ("length", 1, 16),
+            ("tokens", 50, 200),
+        ):
+            value = getattr(element, key)
+            if not low <= value <= high:
+                refuse(key, value, f"between {low} and {high}")
+        if element.look_alike is not None and not 2 <= element.look_alike <= 16:
+            refuse("look_alike", element.look_alike, "between 2 (one edit is the near-miss outcome) and 16")
+        if element.probes is not None and element.probes < 0:
+            refuse("probes", element.probes, "0 or more")
+        if element.form != "sentence" and (element.kind != "keys" or element.role not in ("user", "tool")):
+            refuse("form", element.form, 'only for kind "keys" stated by user or tool')
+        if element.kind == "values" and element.count > 7:
+            refuse("count", element.count, "one value per weekday: at most 7")
+        if element.role != "user" and element.kind not in ("keys", "abstain"):
+            refuse("role", element.role, 'only kind "keys" can be stated by others than the user')

@@ -46,7 +46,11 @@ class RulerError(ValueError):
 
 def messages_for(conversation: Conversation, ask: Ask) -> list[dict[str, str]]:
     """The chat messages of one planned prompt: the history `turns[:turn_end]`, then the tail."""
-    turns = (*conversation.turns[: ask.turn_end], *ask.tail)
+    return as_messages((*conversation.turns[: ask.turn_end], *ask.tail))
+
+
+def as_messages(turns: Iterable[Turn]) -> list[dict[str, str]]:
+    """Turns as chat messages."""
     return [{"role": turn.role, "content": turn.content} for turn in turns]
 
 
@@ -244,7 +248,7 @@ class Ruler:
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
         """Zero-width pattern of the proven cuts; None when even letters do not pass."""
-        before, after = self._proven()
+        before, after = self._proven
         if not set("aeiostn.") <= before or not set("aeTS") <= after:
             return None
         plain = {
@@ -263,6 +267,7 @@ class Ruler:
         shown = self.template + "".join(text or "" for text in self._tokens.values())
         return [text for text in specials if text in shown]
 
+    @cached_property
     def _proven(self) -> tuple[set[str], set[str]]:
         """Characters that may stand before and after a cut."""
         bridged = _bridging_characters(self.tokenizer)
@@ -283,6 +288,13 @@ class Ruler:
                     after.discard(right)
         return before, after
 
+    def joins(self, text: str) -> bool:
+        """Whether text can follow and precede other text, with a space between, at proven cuts."""
+        if self._cut is None:
+            return bool(text)
+        before, after = self._proven
+        return bool(text) and text[0] in after and text[-1] in before
+
     def chunks(self, text: str) -> list[str]:
         """The text cut at every proven cut; counts of the chunks add up."""
         return self._cut.split(text) if self._cut is not None else [text]
@@ -301,19 +313,40 @@ class Ruler:
         """Tokens of text that follows other text at a proven cut."""
         return sum(map(self.count_chunk, self.chunks(text)))
 
+    def count_whole(self, text: str) -> int:
+        """The same by encoding the text as one."""
+        return len(self.tokenizer.encode(_ANCHOR + text, add_special_tokens=False).ids) - self._anchor_count
+
+    def find(self, messages: Sequence[Message], place: int, text: str) -> Span | None:
+        """Token range in the prompt of `text` within the content of message number `place`; None when it is not shown."""
+        begun = continues(messages)
+        rendered = self.render(messages, add_generation_prompt=not begun, continue_final_message=begun)
+        start = rendered.find(str(messages[place]["content"]).strip())
+        at = rendered.find(text, start) if start >= 0 else -1
+        if at < 0:
+            return None
+        encoding = self.tokenizer.encode(rendered, add_special_tokens=False)
+        inside = [
+            token
+            for token, (left, right) in enumerate(encoding.offsets)
+            if left < at + len(text) and right > at and left < right
+        ]
+        shift = 1 if self._prepend_bos else 0
+        return Span(inside[0] + shift, inside[-1] + 1 + shift) if inside else None
+
     @cached_property
     def _anchor_count(self) -> int:
         return len(self.tokenizer.encode(_ANCHOR, add_special_tokens=False).ids)
 
     @cached_property
-    def layout(self) -> "Layout | None":
-        """The template's text between contents, if it depends on neighbouring roles alone; else None."""
+    def layout(self) -> "Layout":
+        """The template's text between contents."""
         return _learn_layout(self)
 
     @cached_property
     def additive(self) -> bool:
         """Whether sums of chunk counts are proven exact for this tokenizer and template."""
-        if self._cut is None or self.layout is None:
+        if self._cut is None or not self.layout.exact:
             return False
         sample = [
             {"role": "user", "content": "Please note that the door code of Ada is 48213. What else is new?"},
@@ -362,20 +395,28 @@ class Layout(NamedTuple):
     """By role of the last message: what ends the prompt (nothing after a begun assistant turn)."""
     begun: str
     """The text between the last user content and the begun assistant turn that ends the prompt."""
+    exact: bool
+    """Whether it depends on neighbouring roles alone; if not, the first text seen stands for all."""
 
 
-def _learn_layout(ruler: Ruler) -> Layout | None:
-    """Render marked contents in prompts of several lengths; a layout that is not the same in all of them is none."""
+def _learn_layout(ruler: Ruler) -> Layout:
+    """Render marked contents in prompts of several shapes and lengths."""
     opening: dict[str, str] = {}
     between: dict[tuple[str, str], str] = {}
     closing: dict[str, str] = {}
-    begun: set[str] = set()
+    begun: dict[str, str] = {}
+    exact = True
     exchange = ["user", "assistant"]
-    shapes = [[*exchange * n, "user"] for n in (1, 2, 4)]
+    shapes = [[*exchange * n, "user"] for n in (0, 1, 2, 4)]
     shapes += [["system", *exchange * n, "user"] for n in (1, 3)]
     shapes += [["user", "assistant", "tool", "assistant", *exchange * n, "user"] for n in (0, 2)]
     shapes += [["system", "user", "assistant", "tool", "assistant", *exchange, "user"]]
     shapes += [[*shape, "assistant"] for shape in shapes[:3]]
+
+    def learn(table: dict[Any, str], key: object, text: str) -> None:
+        nonlocal exact
+        exact &= table.setdefault(key, text) == text
+
     for shape in shapes:
         contents = [f"\ue000{place}\ue001" for place in range(len(shape))]
         messages = [{"role": role, "content": content} for role, content in zip(shape, contents, strict=True)]
@@ -385,23 +426,23 @@ def _learn_layout(ruler: Ruler) -> Layout | None:
         except RulerError:
             if "tool" in shape or "system" in shape:
                 continue  # a template may know no such role; a recipe that needs it gets the template's own error
-            return None
+            raise
         pieces: list[str] = []
         for content in contents:
-            piece, found, text = text.partition(content)
-            if not found or "\ue000" in piece:
-                return None
+            piece, found, rest = text.partition(content)
+            if found:
+                text = rest
+            else:
+                exact, piece = False, ""  # the template drops or changes this content
             pieces.append(piece)
-        if opening.setdefault(shape[0], pieces[0]) != pieces[0] or closing.setdefault(shape[-1], text) != text:
-            return None
+        learn(opening, shape[0], pieces[0])
+        learn(closing, shape[-1], text)
         for place in range(1, len(shape)):
             if ends_begun and place == len(shape) - 1:
-                begun.add(pieces[place])
-            elif between.setdefault((shape[place - 1], shape[place]), pieces[place]) != pieces[place]:
-                return None
-    if len(begun) != 1:
-        return None
-    return Layout(opening=opening, between=between, closing=closing, begun=begun.pop())
+                learn(begun, "", pieces[place])
+            else:
+                learn(between, (shape[place - 1], shape[place]), pieces[place])
+    return Layout(opening=opening, between=between, closing=closing, begun=begun[""], exact=exact)
 
 
 class Meter:
@@ -454,7 +495,6 @@ class Meter:
     def open(self, role: str, *, begun: bool = False) -> None:
         """Append the template's text that leads to the content of the next turn."""
         layout = self._ruler.layout
-        assert layout is not None
         try:
             if self._role is None:
                 lead = layout.opening[role]
@@ -466,6 +506,10 @@ class Meter:
         self.text(lead)
         self._role = role
 
+    def shift(self, tokens: int) -> None:
+        """Correct the count by a measured difference (rulers whose sums are estimates)."""
+        self._total += tokens
+
     def turn(self, role: str, content: str, *, begun: bool = False) -> None:
         """Append a whole turn."""
         self.open(role, begun=begun)
@@ -474,7 +518,7 @@ class Meter:
     def close(self) -> None:
         """Append what ends the prompt."""
         layout = self._ruler.layout
-        assert layout is not None and self._role is not None
+        assert self._role is not None
         if self._role != "assistant":
             self.text(layout.closing[self._role])
 
@@ -519,11 +563,3 @@ def _named_template(template: object, path: Path) -> str:
             "or measure on the running server with --server"
         )
     return template
-
-
-def turns_of(messages: Iterable[Message], start: int = 0) -> tuple[Turn, ...]:
-    """Messages as records, numbered from `start`."""
-    return tuple(
-        Turn(turn_index=start + place, role=message["role"], content=message["content"])
-        for place, message in enumerate(messages)
-    )

@@ -19,6 +19,7 @@ class Fact:
     entity: str
     attribute: str
     value: str
+    """Empty for a statement without a value of its own: a link of a chain, a withdrawal, an item to be counted."""
     kind: str
     """The recipe element that planted it: single, key, update, retraction, hop, distractor, verbatim, …"""
     turn_index: int
@@ -56,6 +57,8 @@ class Probe:
     """Superseded values of the same fact."""
     answer_prefix: str = ""
     """The assistant turn is begun with this text ("The locker code of Ada is"); empty: the model begins itself."""
+    needs: tuple[str, ...] = ()
+    """fact_ids that all stand before the branch of every Ask (links of a chain, items counted, the live fact)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ class Values:
                 size = f" of {digits} digits" if kind in ("number", "code") else ""
                 raise ValueSpaceError(
                     f"{conversations} conversations need {total:,} unique values of kind {kind}{size}; at most "
-                    f"{room:,} can be drawn (half of the value space): ask for fewer conversations or facts, or more digits"
+                    f"{room:,} can be drawn (half of what there is): ask for fewer conversations or facts, or more digits"
                 )
 
     def next_conversation(self) -> None:
@@ -214,12 +214,13 @@ class Values:
                 return self._keep(found)
         raise ValueSpaceError(f"no unused look-alike of {value!r} at distance {distance} is left")
 
+    def claim(self, text: str) -> None:
+        """Mark a long value made elsewhere as used; one that was used before is an error."""
+        if text in self._used:
+            raise ValueSpaceError(f"the text {text[:40]!r}… was planted before")
+        self._used.add(text)
+
     def _keep(self, value: str) -> str:
         self._used.add(value)
         self._here.append(value)
         return value
-
-
-def shares_word(text: str, words: set[str]) -> bool:
-    """Whether the text holds one of the words."""
-    return any(word.strip(".,;:!?'\"()").lower() in words for word in text.split())
