@@ -58,6 +58,8 @@ class LayerExponent:
     """1 when right."""
     shared: Exponent
     """0 when right; "cannot tell" without a shared expert or when it is parallel to the routed sum."""
+    relative: Exponent
+    """Of routed over shared, 1 when right: all that a norm behind the layer lets through."""
     residual: float
     """‖out - a routed - b shared‖ / ‖out‖, median over tokens: quantisation noise, or a fault of another kind."""
     n_tokens: int
@@ -124,12 +126,17 @@ def fit_parts(out: Tensor, parts: Parts, factor: float) -> LayerExponent:
     residual = float((left.norm(dim=-1) / y.norm(dim=-1).clamp_min(1e-300)).median())
     if factor == 1.0:
         nothing = _unknown("the factor is 1: every power of it is the same")
-        return LayerExponent(routed=nothing, shared=nothing, residual=residual, n_tokens=T)
+        return LayerExponent(routed=nothing, shared=nothing, relative=nothing, residual=residual, n_tokens=T)
     shares = left.norm(dim=-1)[:, None] / (slopes.abs() * basis.norm(dim=1)).clamp_min(1e-300)  # [T, parts]
     found = [_exponent(slopes[:, i], errors[:, i], shares[:, i], factor) for i in range(len(columns))]
     routed = found[0]
-    shared = found[1] if len(found) == 2 else _unknown("no shared expert")
-    return LayerExponent(routed=routed, shared=shared, residual=residual, n_tokens=T)
+    shared = relative = _unknown("no shared expert")
+    if len(found) == 2:
+        shared = found[1]
+        ratio = slopes[:, 0] / slopes[:, 1]
+        ratio_error = ratio.abs() * (errors / slopes).square().sum(-1).sqrt()
+        relative = _exponent(ratio, ratio_error, shares.square().sum(-1).sqrt(), factor)
+    return LayerExponent(routed=routed, shared=shared, relative=relative, residual=residual, n_tokens=T)
 
 
 def _together(exponents: Sequence[Exponent]) -> Exponent:
@@ -164,6 +171,7 @@ def combine_layers(layers: Mapping[str, LayerExponent] | Iterable[tuple[str, Lay
     return LayerExponent(
         routed=_together([e.routed for _, e in named]),
         shared=_together([e.shared for _, e in named]),
+        relative=_together([e.relative for _, e in named]),
         residual=max(e.residual for _, e in named),
         n_tokens=sum(e.n_tokens for _, e in named),
         layers=named,

@@ -106,6 +106,16 @@ def test_reading_survives_flipped_experts_and_broken_tokens() -> None:
     assert fit_parts(out, layer.parts(x, tokens), 1.5).routed.reading == "once"
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_norm_behind_the_layer_leaves_the_relative_exponent(placement) -> None:
+    x, tokens = probes()
+    layer = random_layer(SMALL, generator(), plan=ScalingPlan(other=placement))
+    out = layer(x, tokens)
+    read = fit_parts(out / out.square().mean(-1, keepdim=True).sqrt(), layer.parts(x, tokens), 1.5)
+    assert read.relative.value == pytest.approx(TIMES[placement], abs=1e-4)
+    assert abs(read.shared.value) > 0.01, "the norm moves both parts alike"
+
+
 def test_layers_that_differ_are_mixed_and_each_is_kept() -> None:
     x, tokens = probes()
     plan = ScalingPlan(hash="both", other="reduce")
