@@ -8,20 +8,23 @@ NaN is never selected (it is what a NaN does to `>` in a real kernel), so such a
 import torch
 from torch import Tensor
 
+from longrecall.kernels.indexer.formats import Packed
+
 
 class ShapeError(ValueError):
     """Arguments whose shapes do not belong together."""
 
 
-def check_shapes(q: Tensor, keys: Tensor, weights: Tensor, k: int, visible: Tensor | None) -> None:
+def check_shapes(q: Tensor, keys: Packed, weights: Tensor, k: int, visible: Tensor | None) -> None:
     """One message naming both sides; the kernels below trust their arguments."""
     if q.ndim != 3:
         raise ShapeError(f"q must be [T, H, D], not {list(q.shape)}")
-    if keys.ndim not in (2, 3) or keys.shape[-1] != q.shape[-1]:
-        raise ShapeError(f"keys must be [S, {q.shape[-1]}] or [T, S, {q.shape[-1]}] for q {list(q.shape)}, "
-                         f"not {list(keys.shape)}")  # fmt: skip
-    if keys.ndim == 3 and keys.shape[0] != q.shape[0]:
-        raise ShapeError(f"keys {list(keys.shape)} must hold one set of keys per query of q {list(q.shape)}")
+    width = q.shape[-1] // 2 if "fp4" in keys.fmt else q.shape[-1]
+    if keys.data.ndim not in (2, 3) or keys.data.shape[-1] != width:
+        shape = list(keys.data.shape)
+        raise ShapeError(f"{keys.fmt} keys must be [S, {width}] or [T, S, {width}] for q {list(q.shape)}, not {shape}")
+    if keys.data.ndim == 3 and keys.data.shape[0] != q.shape[0]:
+        raise ShapeError(f"keys {list(keys.data.shape)} must hold one set of keys per query of q {list(q.shape)}")
     if weights.shape != q.shape[:2]:
         raise ShapeError(f"weights must be {list(q.shape[:2])} for q {list(q.shape)}, not {list(weights.shape)}")
     if visible is not None and visible.shape != q.shape[:1]:
@@ -129,19 +132,52 @@ def identity_topk(k: int, visible: Tensor) -> Tensor:
     return torch.where(position < visible.unsqueeze(1), position, -1).to(torch.int32)
 
 
-def index_topk(q: Tensor, keys: Tensor, weights: Tensor, k: int = 512, *, visible: Tensor | None = None) -> Tensor:
+def index_topk(
+    q: Tensor | Packed,
+    keys: Tensor | Packed,
+    weights: Tensor,
+    k: int = 512,
+    *,
+    visible: Tensor | None = None,
+) -> Tensor:
     """The k best keys of each query by score[t, s] = sum_h weights[t, h] relu(q[t, h] . keys[s]).
 
-    q [T, H, D], keys [S, D] (or [T, S, D]), weights [T, H], visible [T] (query t sees keys s < visible[t]; None: all).
-    Returns int32 [T, k]: ascending indices, then -1. When no query sees more than k keys, no score is read.
-    """
-    check_shapes(q, keys, weights, k, visible)
-    columns = keys.shape[-2]
-    if visible is None:
-        visible = torch.full((q.shape[0],), columns, dtype=torch.int64)
-    limit = min(columns, int(visible.max())) if visible.numel() else 0
-    if limit <= k:
-        return identity_topk(k, visible.clamp(0, columns).to(q.device))
-    from longrecall.kernels.indexer.blocked import topk_blocked
+    q [T, H, D], keys [S, D] (or [T, S, D]: each query its own), weights [T, H], visible [T] (query t sees keys
+    s < visible[t]; None: all). Either may be `Packed`, the bytes of a cache: an fp8 query's scale is folded into the
+    weights, the keys are never expanded as a whole. Returns int32 [T, k]: ascending indices, then -1.
 
-    return topk_blocked(q, keys[..., :limit, :], weights, k, visible=visible)
+    When no query sees more than k keys, no score is read. The scores are never stored as [T, S]. Runs on the device of
+    q: blocked torch on a CPU, Triton on a GPU.
+    """
+    if isinstance(q, Packed):
+        if not q.fmt.startswith("fp8"):
+            raise ShapeError(f"a packed q must be fp8, not {q.fmt}; give the others dequantised")
+        assert q.scale is not None
+        weights = weights * q.scale.squeeze(-1)
+        q = Packed(fmt=q.fmt, data=q.data, scale=None)
+    q_data = q.data if isinstance(q, Packed) else q
+    packed = keys if isinstance(keys, Packed) else _as_packed(keys)
+    check_shapes(q_data, packed, weights, k, visible)
+    columns = packed.data.shape[-2]
+    if visible is None:
+        visible = torch.full((q_data.shape[0],), columns, dtype=torch.int32, device=q_data.device)
+    if columns <= k or (visible.device.type == "cpu" and (not visible.numel() or int(visible.max()) <= k)):
+        return identity_topk(k, visible.clamp(0, columns).to(q_data.device))
+    if q_data.device.type == "cuda":
+        from longrecall.kernels.indexer.kernel import topk_device
+
+        return topk_device(q, packed, weights, k, visible=visible)
+    from longrecall.kernels.indexer.blocked import decode_block, topk_blocked
+
+    if isinstance(q, Packed):
+        q = decode_block(q, 0, q.data.shape[0])
+    if packed.fmt == "fp32" or (packed.fmt == "bf16" and q.dtype != torch.bfloat16):
+        # a wider query keeps its digits; fp8 and fp4 keys meet it in bf16, their values' own width
+        q, packed = q.float(), Packed(fmt="fp32", data=packed.data.float(), scale=None)
+    else:
+        q = q.bfloat16()
+    return topk_blocked(q, packed, weights, k, visible=visible)
+
+
+def _as_packed(keys: Tensor) -> Packed:
+    return Packed(fmt="bf16" if keys.dtype == torch.bfloat16 else "fp32", data=keys, scale=None)
