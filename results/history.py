@@ -69,6 +69,8 @@ class Rows:
     sha256: str
     n_bytes: int
     n_rows: int
+    columns: str = ""
+    """Hash of the column names and types; files that share it are read together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,11 +432,16 @@ def encode(entry: Entry, table: "pa.Table | None") -> tuple[Stored, bytes, bytes
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        bound = table.replace_schema_metadata({IDENTITY_KEY: identity(entry).encode()})
+        bare = table.replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
-        pq.write_table(bound, sink, compression="zstd", store_schema=False)
+        with pq.ParquetWriter(sink, bare.schema, compression="zstd", store_schema=False) as writer:
+            writer.write_table(bare)
+            writer.add_key_value_metadata({IDENTITY_KEY.decode(): identity(entry)})
         parquet = sink.getvalue().to_pybytes()
-        record["rows"] = {"sha256": sha256(parquet), "n_bytes": len(parquet), "n_rows": table.num_rows}
+        columns = sha256(str([(f.name, str(f.type)) for f in table.schema]).encode())[:12]
+        record["rows"] = asdict(
+            Rows(sha256=sha256(parquet), n_bytes=len(parquet), n_rows=table.num_rows, columns=columns)
+        )
     data = canonical(record)
     stem = "_".join(
         (

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,7 +147,7 @@ def simulate(
     conversations: int = 40,
     probes: int = 8,
     rungs: Sequence[int] = (448, 1024, 2048),
-    losses: dict[str, Loss] | None = None,
+    losses: Mapping[str, tuple[float, float]] | None = None,
     seed: int = 1,
     flips: float = 0.01,
     say: Callable[[str, str], str] | None = None,
@@ -163,8 +163,8 @@ def simulate(
         for ask in conversation.asks:
             probe = next(p for p in conversation.probes if p.probe_id == ask.probe_id)
             luck = rng.random()
-            for build, loss in losses.items():
-                lost = loss.above if ask.rung > 512 else loss.below
+            for build, (below, above) in losses.items():
+                lost = above if ask.rung > 512 else below
                 right = luck < ease - lost - 0.02 * (ask.rung > 1500)
                 if rng.random() < flips:
                     right = not right
@@ -197,7 +197,7 @@ def simulate(
             title=build.replace("-", " "),
             role="suspect" if build not in ROLES else ROLES[build],  # type: ignore[arg-type]
             diffs=(f"patches/{build}.diff",),
-            expect="culprit" if loss.above > 0.1 else "exonerated",
+            expect="culprit" if loss[1] > 0.1 else "exonerated",
         )
         for build, loss in losses.items()
         if build not in ("base", "base-again")

@@ -1,0 +1,62 @@
+"""Probe rows of the history as one DuckDB view, built anew from the files each time: the database is never kept.
+
+probes(run_id, build_id, conversation_id, probe_id, rung, outcome, …, line, commit_id, created, suite, entry)
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from longrecall.results.history import History, Stored
+from longrecall.results.storage import HistoryError
+
+if TYPE_CHECKING:
+    import duckdb
+
+
+def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConnection":
+    """A connection with the views `probes` and `runs`. Raises HistoryError when DuckDB or the rows are not there."""
+    try:
+        import duckdb
+    except ImportError as error:
+        raise HistoryError("asking the rows needs DuckDB: pip install 'longrecall[history]'") from error
+    import pyarrow as pa
+
+    if history.rows is None:
+        raise HistoryError(f"{history.storage.url} holds manifests only; say where the rows are with --rows")
+    connection = duckdb.connect()
+    runs = pa.table(
+        {
+            "entry": [s.id for s in entries],
+            "run": [s.entry.run_id for s in entries],
+            "build": [s.entry.build_id for s in entries],
+            "line": [s.entry.line for s in entries],
+            "commit_id": [s.entry.commit for s in entries],
+            "created": [s.entry.created for s in entries],
+            "suite": [s.entry.suite_hash for s in entries],
+        }
+    )
+    connection.register("runs", runs)
+    held = [s for s in entries if s.entry.rows is not None]
+    paths = [history.rows.local_path(s.rows_name) for s in held]
+    parts: list[str] = []
+    if held and all(path is not None for path in paths):
+        # Reading thousands of files by name (union_by_name) opens each twice; those with the same columns need not.
+        groups: dict[str, list[Any]] = defaultdict(list)
+        for stored, path in zip(held, paths, strict=True):
+            groups[stored.entry.rows.columns if stored.entry.rows else ""].append(path)
+        for files in groups.values():
+            listed = ",".join("'" + str(path).replace("'", "''") + "'" for path in files)
+            parts.append(f"select * from read_parquet([{listed}])")
+    elif held:
+        tables = [history.scores(stored) for stored in held]
+        connection.register("remote_rows", pa.concat_tables(tables, promote_options="default"))
+        parts.append("select * from remote_rows")
+    if not parts:
+        raise HistoryError(f"{history.storage.url}: no entry has probe rows")
+    union = " union all by name ".join(parts)
+    connection.execute(
+        f"create view probes as select p.*, r.line, r.commit_id, r.created, r.suite, r.entry from ({union}) p"
+        " left join runs r on p.run_id = r.run and p.build_id = r.build"
+    )
+    return connection

@@ -1,0 +1,524 @@
+"""The run history: nothing is lost, nothing is half there, every flipped byte is found, the rest stays readable."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from longrecall.evals.schema import Score
+from longrecall.evals.scores_file import scores_table
+from longrecall.results.history import (
+    Entry,
+    History,
+    RungPoint,
+    Setting,
+    canonical,
+    clock_warning,
+    decode,
+    encode,
+)
+from longrecall.results.main import build_app
+from longrecall.results.storage import Folder, GitBranch, HistoryError, open_storage
+
+
+def entry_of(run_id: str = "run-1", build_id: str = "base", **changes: Any) -> Entry:
+    made = Entry(
+        run_id=run_id,
+        build_id=build_id,
+        role="base",
+        line="main",
+        suite_hash="ab" * 32,
+        created="2026-11-29T14:02:33+00:00",
+        commit="0123456789abcdef",
+        engine="reference",
+        margin=0.1,
+        points=(RungPoint(rung=448, recall=0.9, ci_low=0.85, ci_high=0.95, n_conversations=40, n_probes=320),),
+    )
+    return replace(made, **changes)
+
+
+def rows_of(run_id: str = "run-1", build_id: str = "base", n: int = 24) -> Any:
+    return scores_table(
+        Score(
+            run_id=run_id,
+            build_id=build_id,
+            conversation_id=f"c{i // 4}",
+            cluster_id=f"c{i // 4}",
+            probe_id=f"p{i % 4}",
+            probe_kind="single",
+            rung=448,
+            arm="warm",
+            repeat=0,
+            outcome="ok" if i % 5 else "near-miss",
+            answer=str(i),
+        )
+        for i in range(n)
+    )
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    """An empty history in a folder."""
+    return History(Folder(tmp_path / "history"))
+
+
+def test_what_is_added_reads_back(history: History) -> None:
+    stored = history.add(entry_of(), rows_of())
+    [found], problems = history.entries()
+    assert problems == []
+    assert found == stored
+    assert history.scores(found).num_rows == 24
+    assert history.find("run-1") == history.find(stored.id[:6]) == found
+
+
+def test_adding_the_same_again_changes_nothing(history: History, tmp_path: Path) -> None:
+    history.add(entry_of(), rows_of())
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")}
+    history.add(entry_of(), rows_of())
+    assert set(tmp_path.rglob("*.json")) == set(before)
+
+
+def test_a_run_is_never_changed(history: History) -> None:
+    history.add(entry_of(), rows_of())
+    with pytest.raises(
+        HistoryError, match=r"run run-1, build base is already\s+stored with another content: v1/suite="
+    ):
+        history.add(entry_of(note="second thoughts"), rows_of())
+    assert len(history.entries()[0]) == 1
+
+
+def test_two_runs_with_one_id_from_two_writers_are_reported_and_readable(history: History, tmp_path: Path) -> None:
+    other = History(Folder(tmp_path / "other"))
+    history.add(entry_of(), rows_of())
+    other.add(entry_of(note="another machine"), rows_of())
+    history.storage.write_many(dict(other.storage.read_many(other.storage.names())))
+    found, problems = history.entries()
+    assert len(found) == 2
+    assert len(problems) == 1
+    assert "run run-1, build base is also" in problems[0].message
+
+
+def _add_runs(folder: str, writer: int, barrier: Any, runs: int) -> None:
+    history = History(Folder(Path(folder)))
+    barrier.wait(30)
+    for n in range(runs):
+        run = f"w{writer:02d}-{n}"
+        history.add(entry_of(run), rows_of(run))
+
+
+def test_sixteen_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(16)
+    writers = [context.Process(target=_add_runs, args=(str(tmp_path / "h"), w, barrier, 8)) for w in range(16)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [w.exitcode for w in writers] == [0] * 16
+    history = History(Folder(tmp_path / "h"))
+    found, problems = history.entries()
+    assert problems == []
+    assert {s.entry.run_id for s in found} == {f"w{w:02d}-{n}" for w in range(16) for n in range(8)}
+    assert history.verify() == (256, [])
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import importlib.util
+spec = importlib.util.spec_from_file_location("th", {module!r})
+th = importlib.util.module_from_spec(spec); spec.loader.exec_module(th)
+history = th.History(th.Folder(Path({folder!r})))
+n = 0
+while True:
+    run = f"killed-{{n}}"
+    history.add(th.entry_of(run), th.rows_of(run, n=4000))
+    print(n, flush=True)
+    n += 1
+"""
+
+
+def test_a_killed_writer_leaves_no_half_run(tmp_path: Path) -> None:
+    code = WRITER.format(tests=str(Path(__file__).parent), module=__file__, folder=str(tmp_path / "h"))
+    rng = random.Random(5)
+    history = History(Folder(tmp_path / "h"))
+    for _ in range(4):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline()  # it is in the middle of its work now
+        time.sleep(rng.uniform(0, 0.03))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(10)
+        found, problems = history.entries()
+        assert problems == []
+        assert found
+        for stored in found:
+            assert history.scores(stored).num_rows == 4000
+        assert [p for p in history.verify()[1] if "without a manifest" not in p.message] == []
+        for leaf in (tmp_path / "h").rglob("*"):  # the next writer begins anew; what is old enough is pruned
+            os.utime(leaf, (0, 0))
+        history.prune(keep_days=None, dry_run=False)
+        assert history.verify()[1] == []
+        assert not list((tmp_path / "h").rglob(".*.tmp"))
+        for stored in found:
+            history.storage.delete([stored.name, stored.rows_name])
+
+
+def test_verify_finds_every_flipped_byte(history: History, tmp_path: Path) -> None:
+    stored = history.add(entry_of(), rows_of(n=8))
+    history.set(
+        Setting(kind="baseline", name="main", value={"entry": stored.id}, reason="first", created=entry_of().created)
+    )
+    assert history.verify()[1] == []
+    for path in [p for p in (tmp_path / "history").rglob("*") if p.is_file()]:
+        whole = path.read_bytes()
+        path.chmod(0o644)
+        for at in range(0, len(whole), max(1, len(whole) // 40)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            problems = history.verify()[1]
+            assert problems and path.name in problems[0].message, (path.name, at)
+        path.write_bytes(whole[: len(whole) // 2])
+        assert history.verify()[1]
+        path.unlink()
+        problems = history.verify()[1]
+        assert problems or "settings" in str(path)
+        path.write_bytes(whole)
+    assert history.verify()[1] == []
+
+
+def test_rows_of_another_run_are_found(history: History, tmp_path: Path) -> None:
+    """The manifest binds its rows, and the rows bind their manifest: swapping both hashes and files shows."""
+    one, two = history.add(entry_of("a"), rows_of("a")), history.add(entry_of("b"), rows_of("a"))
+    manifest = asdict(one.entry)
+    manifest["rows"] = asdict(two.entry)["rows"]
+    forged, data, _ = encode(replace(one.entry, rows=None), None)
+    record = json.loads(data)
+    record["rows"] = manifest["rows"]
+    data = canonical(record)
+    from longrecall.results.storage import sha256
+
+    name = forged.name.rsplit("_", 1)[0] + f"_{sha256(data)[:16]}.json"
+    history.storage.delete([one.name, one.rows_name])
+    history.storage.write_many(
+        {name: data, name.removesuffix(".json") + ".parquet": history.storage.read(two.rows_name)}
+    )
+    assert ["belongs to another manifest" in p.message for p in history.verify()[1]] == [True]
+
+
+def test_damaged_and_newer_files_are_named_and_the_rest_is_read(history: History, tmp_path: Path) -> None:
+    good = history.add(entry_of("good"), rows_of("good"))
+    bad = history.add(entry_of("bad"), rows_of("bad"))
+    newer, data, _ = encode(entry_of("newer"), None)
+    record = json.loads(data)
+    record["schema_version"] = 99
+    from longrecall.results.storage import sha256
+
+    changed = canonical(record)
+    name = newer.name.rsplit("_", 1)[0] + f"_{sha256(changed)[:16]}.json"
+    history.storage.write_many({name: changed})
+    path = tmp_path / "history" / bad.name
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:100])
+    found, problems = history.entries()
+    assert found == [good]
+    assert any(bad.name in p.message and "damaged or cut short" in p.message for p in problems)
+    assert any(name in p.message and "schema_version 99 is newer than 1" in p.message for p in problems)
+
+
+def test_fields_of_a_later_minor_version_are_ignored() -> None:
+    _, data, _ = encode(entry_of(), None)
+    from longrecall.results.storage import sha256
+
+    changed = canonical({**json.loads(data), "added_later": 1})
+    assert decode(f"v1/suite=x/t_c_b_r_{sha256(changed)[:16]}.json", changed) == entry_of()
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["base", "p1"])), unique=True), st.randoms())
+def test_merge_is_the_union_whatever_the_order(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, str]], rng: random.Random
+) -> None:
+    folders = [tmp_path_factory.mktemp("h") for _ in range(3)]
+    parts = [History(Folder(folder)) for folder in folders]
+    for run, build in runs:
+        for part in rng.sample(parts, rng.randint(1, 3)):
+            part.add(entry_of(f"r{run}", build), rows_of(f"r{run}", build))
+    merged = []
+    for order in (parts, parts[::-1]):
+        target = Folder(tmp_path_factory.mktemp("m"))
+        for part in order:
+            target.write_many(dict(part.storage.read_many(part.storage.names())))
+        merged.append(dict(target.read_many(target.names())))
+    assert merged[0] == merged[1]
+    assert len(merged[0]) == 2 * len(runs)
+
+
+def test_newest_setting_holds_and_older_ones_stay(history: History) -> None:
+    for day, entry in ((1, "aa"), (3, "cc"), (2, "bb")):
+        created = f"2026-11-0{day}T00:00:00+00:00"
+        history.set(Setting(kind="baseline", name="main", value={"entry": entry}, reason=entry, created=created))
+    now = history.current("baseline", "main")
+    assert now is not None and now.value == {"entry": "cc"}
+    assert [s.reason for s in history.settings("baseline")[0]] == ["aa", "bb", "cc"]
+
+
+def test_prune_keeps_what_is_pinned(history: History) -> None:
+    old = (datetime.now(UTC) - timedelta(days=90)).isoformat()
+    pinned, unpinned = (
+        history.add(entry_of("a", created=old), rows_of("a")),
+        history.add(entry_of("b", created=old), None),
+    )
+    new = history.add(entry_of("c", created=datetime.now(UTC).isoformat()), None)
+    setting = Setting(kind="baseline", name="main", value={"entry": pinned.id}, reason="pin", created=old)
+    history.set(setting)
+    assert history.prune(keep_days=30, dry_run=True) == [unpinned.name]
+    assert len(history.entries()[0]) == 3
+    assert history.prune(keep_days=30, dry_run=False) == [unpinned.name]
+    assert {s.id for s in history.entries()[0]} == {pinned.id, new.id}
+    assert history.verify()[1] == []
+
+
+def test_clock_going_backwards_is_said(history: History) -> None:
+    stored = history.add(entry_of("a", created="2026-11-29T12:00:00+00:00"), None)
+    now = datetime(2026, 11, 29, 13, tzinfo=UTC)
+    back = clock_warning(entry_of("b", created="2026-11-29T11:00:00+00:00"), [stored], now)
+    assert back is not None and "is before 2026-11-29T12:00:00+00:00 of run a" in back
+    ahead = clock_warning(entry_of("b", created="2026-11-29T15:00:00+00:00"), [stored], now)
+    assert ahead is not None and "lies in the future" in ahead
+    assert clock_warning(entry_of("b", created="2026-11-29T12:30:00+00:00"), [stored], now) is None
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(HistoryError, match=r"cannot (read|write to) the history .*file/history"):
+        History(Folder(tmp_path / "file" / "history")).add(entry_of(), None)
+
+
+def test_fsspec_storage_keeps_the_same_files(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    remote = History(open_storage(f"memory://{tmp_path.name}"))
+    local = History(Folder(tmp_path / "h"))
+    for history in (remote, local):
+        history.add(entry_of(), rows_of())
+    assert remote.storage.names() == local.storage.names()
+    assert remote.scores(remote.find("run-1")).equals(local.scores(local.find("run-1")))
+    assert remote.verify() == (2, [])
+
+
+# git
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit and one uncommitted change."""
+    folder = tmp_path / "repo"
+    subprocess.run(["git", "init", "-q", "-b", "main", str(folder)], check=True, timeout=60)
+    (folder / "a.txt").write_text("one")
+    git(folder, "add", ".")
+    git(folder, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "start")
+    (folder / "a.txt").write_text("work in progress")
+    return folder
+
+
+def test_git_history_leaves_the_checkout_alone(repository: Path, tmp_path: Path) -> None:
+    history = History(GitBranch(repository, "recall-history"), Folder(tmp_path / "rows"))
+    history.add(entry_of(), rows_of())
+    assert (
+        git(repository, "status", "--porcelain") == "M a.txt" or git(repository, "status", "--porcelain") == " M a.txt"
+    )
+    assert git(repository, "ls-tree", "-r", "--name-only", "recall-history").endswith(".json")
+    assert history.scores(history.find("run-1")).num_rows == 24
+    assert history.verify() == (2, [])
+    with pytest.raises(HistoryError, match="does not belong in git"):
+        history.storage.write_many({"v1/x.parquet": b""})
+
+
+def _add_to_branch(repository: str, writer: int) -> None:
+    history = History(GitBranch(Path(repository), "recall-history"))
+    for n in range(2):
+        history.add(entry_of(f"g{writer}-{n}"), None)
+
+
+def test_concurrent_git_writers_lose_nothing(repository: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_add_to_branch, args=(str(repository), w)) for w in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [w.exitcode for w in writers] == [0] * 6
+    found, problems = History(GitBranch(repository, "recall-history")).entries()
+    assert problems == []
+    assert len(found) == 12
+
+
+def test_two_clones_unite_without_conflict(repository: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "origin.git"
+    subprocess.run(["git", "clone", "-q", "--bare", str(repository), str(bare)], check=True, timeout=60)
+    clones = []
+    for name in ("one", "two", "three"):
+        subprocess.run(["git", "clone", "-q", str(bare), str(tmp_path / name)], check=True, timeout=60)
+        clones.append(GitBranch(tmp_path / name, "recall-history"))
+        History(clones[-1]).add(entry_of(f"run-{name}"), None)
+    for clone in clones:
+        clone.sync("origin")
+    clones[0].sync("origin")
+    assert {s.entry.run_id for s in History(clones[0]).entries()[0]} == {"run-one", "run-two", "run-three"}
+    # what one prunes is gone after the union, not brought back by it
+    History(clones[0]).storage.delete([History(clones[0]).find("run-two").name])
+    clones[0].sync("origin")
+    clones[1].sync("origin")
+    assert {s.entry.run_id for s in History(clones[1]).entries()[0]} == {"run-one", "run-three"}
+
+
+def test_not_a_repository_is_said(tmp_path: Path) -> None:
+    with pytest.raises(HistoryError, match="is not a git repository"):
+        open_storage(f"git:{tmp_path}#recall-history")
+    with pytest.raises(HistoryError, match="names no branch"):
+        open_storage("git:.")
+
+
+# command line
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(build_app(["history"]), ["history", *arguments])
+
+
+@pytest.fixture(scope="module")
+def two_runs(
+    tmp_path_factory: pytest.TempPathFactory, simulated: Callable[..., Any], run_writer: Callable[..., Path]
+) -> tuple[Path, str, str]:
+    """A history with a good run and one whose base lost recall: same suite, other day."""
+    folder = tmp_path_factory.mktemp("two")
+    good = simulated(run_id="good", conversations=30, losses=None, seed=4)
+    worse = simulated(
+        run_id="worse",
+        conversations=30,
+        seed=4,
+        losses={"base": (0, 0.3), "base-again": (0, 0.3), "topk-256": (0, 0.75), "noop": (0, 0.3)},
+    )
+    store = str(folder / "history")
+    for campaign, commit, time_ in ((good, "a" * 40, "2026-11-01"), (worse, "b" * 40, "2026-11-02")):
+        run_dir = run_writer(folder / campaign.campaign.run_id, campaign)
+        done = run("add", str(run_dir), "--store", store, "--line", "main", "--commit", commit, "--time", time_)
+        assert done.exit_code == 0, done.output
+    return folder, store, str(folder / "good")
+
+
+def test_add_list_show_diff_verify(two_runs: tuple[Path, str, str]) -> None:
+    _, store, _ = two_runs
+    listed = json.loads(run("list", "--store", store, "--line", "main", "--json").output)
+    assert [e["run_id"] for e in listed] == ["good", "worse"]
+    assert listed[0]["points"][0]["n_conversations"] == 30
+    assert len(listed[0]["noise"]) == 3
+    assert run("list", "--store", store).exit_code == 0
+    assert json.loads(run("show", "good", "--store", store).output)["commit"] == "a" * 40
+    compared = json.loads(run("diff", "good", "worse", "--store", store, "--json").output)
+    assert compared["verdict"]["verdict"] == "culprit"
+    by_rung = {c["rung"]: c for c in compared["comparisons"]}
+    assert by_rung[2048]["delta_recall"] < -0.15
+    assert by_rung[448]["ci_low"] < 0 < by_rung[448]["ci_high"]
+    assert run("diff", "good", "worse", "--store", store).exit_code == 0
+    verified = run("verify", "--store", store)
+    assert verified.exit_code == 0
+    assert json.loads(verified.output)["problems"] == 0
+
+
+def test_verify_fails_loudly(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    _, store, _ = two_runs
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", store, str(copy)], check=True, timeout=60)
+    victim = next(copy.rglob("*.parquet"))
+    victim.chmod(0o644)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    done = run("verify", "--store", str(copy))
+    assert done.exit_code == 1
+    assert victim.name in done.output
+
+
+def test_baseline_and_thresholds_are_logged(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    _, store, _ = two_runs
+    assert "say why with --reason" in run("baseline", "main", "good", "--store", store).output
+    assert run("baseline", "main", "good", "--store", store, "--reason", "release 1").exit_code == 0
+    assert json.loads(run("baseline", "main", "--store", store).output)["reason"] == "release 1"
+    file = tmp_path / "t.toml"
+    file.write_text("[gate]\nmargin = 0.05\n[trend]\nmin_magnitude = 0.03\n")
+    assert run("thresholds", str(file), "--store", store, "--reason", "tighter").exit_code == 0
+    shown = json.loads(run("thresholds", "--store", store).output)
+    assert (shown["margin"], shown["min_magnitude"], shown["changes"]) == (0.05, 0.03, 1)
+    file.write_text("[gate]\nmargn = 0.05\n")
+    done = run("thresholds", str(file), "--store", store, "--reason", "typo")
+    assert done.exit_code == 2
+    assert "unknown key gate.margn" in done.output
+
+
+def test_query_reads_every_reply(two_runs: tuple[Path, str, str]) -> None:
+    pytest.importorskip("duckdb")
+    _, store, _ = two_runs
+    sql = "select line, rung, count(*) n from probes where line = 'main' group by all order by rung"
+    done = run("query", sql, "--store", store)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[1:] == ["main,448,480", "main,1024,480", "main,2048,480"]
+
+
+def test_merge_takes_over_files(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    _, store, _ = two_runs
+    done = run("merge", store, "--store", str(tmp_path / "new"))
+    assert done.exit_code == 0, done.output
+    assert json.loads(run("verify", "--store", str(tmp_path / "new")).output)["problems"] == 0
+    again = json.loads(run("merge", store, "--store", str(tmp_path / "new")).output)
+    assert again["manifests"] == 0
+
+
+def test_unfinished_run_is_not_history(
+    tmp_path: Path, simulated: Callable[..., Any], run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / "run", simulated(conversations=4, probes=2))
+    journal = folder / "replays.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-300])
+    done = run("add", str(folder), "--store", str(tmp_path / "h"))
+    assert done.exit_code == 2
+    assert "the run is not finished" in done.output
+    assert not (tmp_path / "h").exists()
+
+
+def test_transcripts_are_kept_apart_and_readable(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    import io
+
+    import pyarrow as pa
+
+    _, _, run_dir = two_runs
+    done = run("add", run_dir, "--store", str(tmp_path / "h"), "--transcripts")
+    assert done.exit_code == 0, done.output
+    [packed] = (tmp_path / "h" / "transcripts").rglob("*.zst")
+    with pa.CompressedInputStream(io.BytesIO(packed.read_bytes()), "zstd") as stream:
+        assert stream.read() == (Path(run_dir) / "replays.jsonl").read_bytes()
