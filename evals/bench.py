@@ -1,7 +1,7 @@
 """How long verdicts take on a large campaign.
 
-    longrecall bench verdict
-    longrecall bench verdict --builds 12 --rungs 8 --conversations 200 --probes 10
+longrecall bench verdict
+longrecall bench verdict --builds 12 --rungs 8 --conversations 200 --probes 10
 """
 
 import json
@@ -55,14 +55,15 @@ def bench(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scores.parquet"
         write_scores(scores_of(right, builds=names, rungs=lengths), path)
-        seconds, judge_seconds = [], []
+        seconds, judge_seconds, cpu_seconds = [], [], []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             table = read_scores_table(path)
             read = time.perf_counter()
             judgement = judge(table, made, rungs=lengths)
             seconds.append(time.perf_counter() - start)
             judge_seconds.append(time.perf_counter() - read)
+            cpu_seconds.append(time.process_time() - cpu_start)
     verdicts: dict[str, int] = {}
     for verdict in judgement.verdicts:
         verdicts[verdict.verdict] = verdicts.get(verdict.verdict, 0) + 1
@@ -74,6 +75,7 @@ def bench(
                 "wall_s": round(sorted(seconds)[len(seconds) // 2], 4),
                 "wall_s_min": round(min(seconds), 4),
                 "judge_s": round(sorted(judge_seconds)[len(judge_seconds) // 2], 4),
+                "cpu_s": round(sorted(cpu_seconds)[len(cpu_seconds) // 2], 4),
                 "builds": builds,
                 "rungs": rungs,
                 "conversations": conversations,

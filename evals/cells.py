@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from longrecall.evals.schema import MISSING, Outcome, Score
 from longrecall.evals.scores_file import ScoresError, scores_table
@@ -100,7 +101,7 @@ def make_cells(
     if arm is None:
         arms = set(table["arm"].unique().to_pylist())
         arm = next((a for a in ARM_ORDER if a in arms), next(iter(sorted(arms)), ARM_ORDER[0]))
-    table = table.filter(pa.compute.equal(table["arm"], arm)) if table.num_rows else table
+    table = table.filter(pc.equal(table["arm"], arm)) if table.num_rows else table
     b, _ = _codes(table["build_id"], builds, "build")
     r, _ = _codes(table["rung"], cast(Sequence[Any], rungs), "rung")
     o, _ = _codes(table["outcome"], OUTCOMES, "outcome")

@@ -67,10 +67,10 @@ def fit_logistic(x: Floats, recall: Floats, weight: Floats, *, iterations: int =
             trial_value = objective(trial)
             better = trial_value >= value
             theta = np.where(better[:, None], trial, theta)
-            gained = np.where(better, trial_value - value, np.inf)
+            settled = (np.abs(trial_value - value) < 1e-6) | (damping > 1e6)
             value = np.where(better, trial_value, value)
             damping = np.clip(np.where(better, damping / 5, damping * 10), 1e-9, 1e9)
-            if (gained < 1e-10).all():
+            if settled.all():
                 break
         if best is None:
             best, best_value = theta, value

@@ -58,13 +58,15 @@ def judge(
     order: Sequence[str] | None = None,
     arm: str | None = None,
     stopped_early: bool = False,
+    secondary: bool = True,
 ) -> Judgement:
     """Judge one run.
 
     planned: replies planned per build. order: conversation_ids in the order they were asked (the e-values read them
     in that order). arm: the cache arm to judge; None takes the first asked of warm, branched, cold, free, concat.
     stopped_early: the number of conversations was decided by looking at the results, so only the any-time-valid
-    e-values may convict or exonerate. Raises ScoresError when the scores cannot be judged as they stand.
+    e-values may convict or exonerate. secondary: also length fits, log-probability shifts and flips. Raises
+    ScoresError when the scores cannot be judged as they stand.
     """
     config = config or VerdictConfig()
     _check(builds, rungs, config)
@@ -89,9 +91,9 @@ def judge(
         verdicts=tuple(verdicts),
         controls=controls,
         missing=_count_missing(cells, planned),
-        length_fits=length_fits(cells, base),
-        logprob_shifts=logprob_shifts(cells, base),
-        flips=flips(cells, base, again),
+        length_fits=length_fits(cells, base) if secondary else (),
+        logprob_shifts=logprob_shifts(cells, base) if secondary else (),
+        flips=flips(cells, base, again) if secondary else (),
     )
 
 

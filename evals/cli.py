@@ -1,0 +1,199 @@
+"""Commands of the analysis; all work offline on stored runs or on none.
+
+longrecall compare results/runs/A:base results/runs/B:base
+longrecall plan --margin 0.05 --rungs 2048,8192,32768 --from-run results/runs/A
+longrecall calibrate --reps 2000
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+
+def _fail(error: Exception) -> NoReturn:
+    typer.echo(f"longrecall: error: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def _rungs(text: str) -> list[int]:
+    try:
+        rungs = [int(part.replace("_", "")) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--rungs {text!r}: token counts separated by commas are needed, such as 1024,4096") from None
+    if not rungs or min(rungs) < 1 or len(set(rungs)) != len(rungs):
+        raise ValueError(f"--rungs {text!r}: at least one rung, each above 0 and named once")
+    return rungs
+
+
+def compare(
+    baseline: Annotated[str, typer.Argument(help="RUN or RUN:BUILD; the build is the run's base when not named.")],
+    candidate: Annotated[str, typer.Argument(help="RUN or RUN:BUILD.")],
+    margin: Annotated[float | None, typer.Option(help="Largest loss that counts as none; the baseline run's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same numbers as one JSON document.")] = False,
+    fail_on_loss: Annotated[bool, typer.Option("--fail-on-loss", help="Exit 1 when a loss is shown.")] = False,
+) -> None:
+    """Compare two builds of stored runs, conversation by conversation.
+
+    longrecall compare results/runs/monday results/runs/tuesday:index-keys-fp8
+
+    Both runs must have asked the same suite. A comparison across runs has no controls of its own, so it ends in
+    "loss shown", "loss excluded" or "cannot tell", never in a verdict.
+    """
+    from longrecall.evals.across import compare_runs
+    from longrecall.evals.scores_file import ScoresError
+
+    try:
+        result = compare_runs(baseline, candidate, margin=margin)
+    except ScoresError as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), separators=(",", ":"), allow_nan=False))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"{result.candidate} against {result.baseline}")
+        for name in ("rung", "conversations", "pairs", "unscored", "baseline", "candidate", "change", "95 % interval"):
+            table.add_column(name, justify="right")
+        table.add_column("p (loss)", justify="right")
+        table.add_column("lost / gained", justify="right")
+        for c in result.comparisons:
+            table.add_row(
+                str(c.rung) if c.rung is not None else "all",
+                str(c.n_conversations),
+                str(c.n_probes),
+                str(c.n_missing),
+                _share(c.recall_baseline),
+                _share(c.recall_candidate),
+                _points(c.delta_recall),
+                f"{_points(c.ci_low)} to {_points(c.ci_high)}",
+                "–" if c.p_loss is None else f"{c.p_loss:.2g}",
+                f"{c.lost} / {c.gained}",
+            )
+        Console(width=None if sys.stdout.isatty() else 130).print(table)
+        for note in result.notes:
+            typer.echo(note)
+        typer.echo(f"{result.result}: {result.reason}")
+    if fail_on_loss and result.result == "loss shown":
+        raise typer.Exit(1)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _points(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:+.1f}"
+
+
+def plan(
+    rungs: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "448,1024,2048",
+    margin: Annotated[float, typer.Option(help="Largest loss of recall that counts as none.")] = 0.10,
+    loss: Annotated[float, typer.Option(help="Loss that a conviction should see.")] = 0.10,
+    patches: Annotated[int, typer.Option(min=1, help="Patches under suspicion.")] = 6,
+    probes: Annotated[int, typer.Option(min=1, help="Probes per conversation.")] = 8,
+    from_run: Annotated[Path | None, typer.Option(help="Take flips and spread from this run's A/A build.")] = None,
+    flips: Annotated[float, typer.Option(help="Share of replies that differ between two runs of one build.")] = 0.03,
+    rho: Annotated[float, typer.Option(help="Correlation of those differences within a conversation.")] = 0.05,
+    tail_tokens: Annotated[int, typer.Option(help="Tokens of a probe's branch and its answer.")] = 64,
+    tokens_per_second: Annotated[float | None, typer.Option(help="Measured prefill speed, for GPU time.")] = None,
+    alpha: Annotated[float, typer.Option(help="Error rate of each kind.")] = 0.05,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Turn a margin and A/A measurements into conversations, served tokens and time.
+
+    longrecall plan --margin 0.05 --patches 4 --from-run results/runs/A --tokens-per-second 9000
+    """
+    from longrecall.evals.planning import make_plan
+    from longrecall.evals.scores_file import ScoresError
+
+    try:
+        made = make_plan(
+            rungs=_rungs(rungs) if from_run is None else None,
+            margin=margin,
+            loss=loss,
+            n_patches=patches,
+            n_probes=probes,
+            from_run=from_run,
+            flips=flips,
+            rho=rho,
+            tail_tokens=tail_tokens,
+            tokens_per_second=tokens_per_second,
+            alpha=alpha,
+        )
+    except (ScoresError, ValueError) as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(made), separators=(",", ":"), allow_nan=False))
+        return
+    typer.echo(f"noise: {made.source}")
+    for cell in made.cells:
+        typer.echo(
+            f"  {cell.rung:>8} tokens: {cell.to_exonerate} conversations exonerate within {100 * margin:.0f} points, "
+            f"{cell.to_convict} convict a loss of {100 * loss:.0f} points "
+            f"(flips {cell.flips:.1%}, sd {cell.spread:.3f})"
+        )
+    typer.echo(
+        f"ask {made.n_conversations} conversations × {made.n_probes} probes × {len(made.cells)} rungs "
+        f"of {made.n_builds} builds (base, base again, positive control, no-op, {patches} patches)"
+    )
+    typer.echo(
+        f"served tokens: {made.tokens_warm:,} with the prefix cache, {made.tokens_cold:,} without"
+        + (
+            f"; {made.seconds_warm:,.0f} s at {tokens_per_second:,.0f} tokens/s"
+            if made.seconds_warm is not None
+            else ""
+        )
+    )
+
+
+def calibrate(
+    reps: Annotated[int, typer.Option(min=20, help="Simulated campaigns per setting.")] = 1000,
+    seed: Annotated[int, typer.Option()] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="type1, exonerate, power, campaign, attribution.")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure the error rates of the verdicts by simulation, beside those of tests that are not used and why.
+
+    longrecall calibrate --reps 200 --only type1 --only exonerate
+
+    Exits 3 when a rate is above its bar by more than its own sampling error.
+    """
+    from longrecall.evals.calibration import TABLES, run_calibration
+
+    wanted = list(only) if only else list(TABLES)
+    unknown = sorted(set(wanted) - set(TABLES))
+    if unknown:
+        _fail(ValueError(f"--only {unknown[0]}: known tables are {', '.join(TABLES)}"))
+    rows = run_calibration(reps=reps, seed=seed, only=wanted)
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], separators=(",", ":"), allow_nan=False))
+    else:
+        _print_rows([asdict(row) for row in rows])
+    if any(row.verdict == "above the bar" for row in rows):
+        raise typer.Exit(3)
+
+
+def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("table", "setting", "rule", "measured", "95 % interval", "bar", "verdict"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(
+            row["table"],
+            row["setting"],
+            row["rule"],
+            f"{row['value']:.4g}",
+            f"{row['low']:.3g} – {row['high']:.3g}" if row["low"] is not None else "–",
+            row["bar"] or "–",
+            row["verdict"] or "–",
+        )
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
