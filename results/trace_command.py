@@ -57,7 +57,7 @@ def _group() -> None:
 @app.command("routed-scaling")
 def routed_scaling(
     sglang: Annotated[
-        str, typer.Option(help="installed, a folder, a .whl file, or a version to download.")
+        str, typer.Option(help="installed, a folder, a wheel, a version to download, or reference.")
     ] = "installed",
     model: Annotated[
         str, typer.Option(help="Model file under srt/models: deepseek_v4, deepseek_v2, …")
@@ -121,6 +121,10 @@ def _patched(tree: "SourceTree", patches: list[Path]) -> "SourceTree":
             changed: dict[str, str] = {}
             for file_diff in parse_diff(text, str(path)):
                 target = file_diff.path.removeprefix("python/")
+                if tree.package == "longrecall":
+                    target = f"longrecall/{target}"
+                    if not tree.exists(target):
+                        continue  # a patch of the reference build may touch files the tracer does not read
                 before = tree.text(target) if tree.exists(target) else ""
                 changed[target] = apply_to_text(before, file_diff, str(path))
         except OSError as error:

@@ -64,6 +64,7 @@ VIEWS = {
     "type_as", "expand_as", "record_stream",
 }  # fmt: skip
 REDUCERS = {"sum", "mean", "gather", "index_select", "cumsum", "index_add_", "scatter_add_", "masked_fill", "where"}
+STATISTICS = {"rsqrt", "rsqrt_", "square", "square_", "norm", "var", "std"}
 SCALE_BINARY = (ast.Mult, ast.Div)
 
 
@@ -302,6 +303,8 @@ class Interpreter:
 
     def write(self, tensor: Tensor, carried: Carried) -> None:
         """An in-place write."""
+        if tensor.label == "index":
+            return
         before = self.carried(tensor)
         self.state.heap[tensor.ident] = carried
         for other in tensor.either:
@@ -587,6 +590,10 @@ class Interpreter:
 
     def assign(self, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Name):
+            index = target.id.endswith(("ids", "indices", "idx")) and "pack" not in target.id
+            if isinstance(value, Tensor) and index:
+                # expert numbers carry no factor; letting them would multiply the alternatives of the weights
+                value = Tensor(label="index")
             self.frames[-1].names[target.id] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts = self.unpack(value, len(target.elts))
@@ -1071,7 +1078,7 @@ class Interpreter:
         return self.opaque(External(instance.cls.name), args, kwargs, node)
 
     forward_names: tuple[str, ...] = ("forward", "__call__")
-    watch: "Callable[[Interpreter, str, list[Value]], None] | None" = None
+    watch: "Callable[[Interpreter, str, list[tuple[Value, State]]], None] | None" = None
     """Called with each function's name and returned values, for finding where a reading loses its way."""
 
     def invoke(self, function: FunctionRef, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
@@ -1109,7 +1116,7 @@ class Interpreter:
             # a raise on another path is no refusal of this one
             del self.refusals[refusals_before:]
         if self.watch is not None:
-            self.watch(self, qualname, [v for v, _ in outcomes])
+            self.watch(self, qualname, outcomes)
         value, state = outcomes[0]
         self.state = state
         for other, other_state in outcomes[1:]:
@@ -1199,6 +1206,11 @@ class Interpreter:
             if args:
                 self.write(t, self.carried(args[0]))
             return t
+        if name in STATISTICS:
+            # a norm's statistic divides by what it measured: it is no further application of the factor
+            if name.endswith("_"):
+                self.write(t, NOTHING)
+            return self.tensor()
         if name in VIEWS:
             return t
         if name in ("split", "unbind", "chunk", "tensor_split"):
@@ -1212,7 +1224,9 @@ class Interpreter:
         return self.tensor(mine)
 
     def _fresh(self, tensor: Tensor) -> bool:
-        return tensor.label == "fresh" or any(self._fresh(t) for t in tensor.either)
+        """Whether a buffer was made for a kernel to write and has not been written."""
+        empty = tensor.label == "fresh" and self.carried(tensor) == NOTHING
+        return empty or any(self._fresh(t) for t in tensor.either)
 
     def _tensors_in(self, value: Value, depth: int = 2) -> list[Tensor]:
         if isinstance(value, Tensor):

@@ -217,6 +217,8 @@ def check_scenario(tree: SourceTree, scenario: Scenario) -> None:
 
 def trace(tree: SourceTree, scenario: Scenario) -> Trace:
     """Follow the factor through one scenario. Raises SourceError when the source is not what was looked for."""
+    if tree.package == "longrecall":
+        return _trace_reference(tree)
     check_scenario(tree, scenario)
     config = CONFIGS[CONFIG_OF.get(scenario.model, scenario.model)]
     kinds = {"other": int(str(config["num_hidden_layers"])) // 2}
@@ -238,7 +240,7 @@ class _Reading(Interpreter):
         )
         self.scenario = scenario
         self.forward_names = {
-            "cuda": ("forward", "forward_cuda", "forward_native"),
+            "cuda": ("forward", "forward_cuda", "forward_native", "__call__"),
             "hip": ("forward", "forward_hip", "forward_cuda", "forward_native"),
             "cpu": ("forward", "forward_cpu", "forward_native"),
             "npu": ("forward", "forward_npu", "forward_native"),
@@ -283,6 +285,11 @@ class _Reading(Interpreter):
             name,
             {"get": Native("get", lambda i, a, k, n: default), "is_set": Native("is_set", lambda i, a, k, n: given)},
         )
+
+    def construct(self, cls, args, kwargs, node):
+        if cls.name.endswith("Gate"):
+            return self.natives["MoEGate"].call(self, args, kwargs, node)
+        return super().construct(cls, args, kwargs, node)
 
     def is_open(self, cls: ClassRef) -> bool:
         return cls.name == "FusedMoE"
@@ -461,11 +468,6 @@ class _Reader:
         for name in ("is_arch_support_pdl", "is_musa_runtime", "is_sail_runtime"):
             natives[name] = _const(False)
         natives["topk_ids_logical_to_physical"] = Native("topk_ids_logical_to_physical", lambda i, a, k, n: a[0])
-        natives["_post_process_topk_ids"] = Native("_post_process_topk_ids", lambda i, a, k, n: self._first(a, k))
-
-    @staticmethod
-    def _first(args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return args[0] if args else next(iter(kwargs.values()), Unknown())
 
     def _bool_env(self, interp: Interpreter, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
         name = args[0].value if args and isinstance(args[0], Known) else None
@@ -695,7 +697,7 @@ class _Reader:
         return LayerTrace(
             routed=_sorted(exponents(carried.routed)),
             shared=_sorted(exponents(carried.shared)),
-            sites=self._final_sites(carried.routed, carried.shared),
+            sites=_final_sites(reader, carried.routed, carried.shared),
             refusal=refusal,
             unresolved=tuple(
                 dict.fromkeys([*reader.unresolved.values(), *budget, *self._why(result, carried, refusal)])
@@ -743,15 +745,6 @@ class _Reader:
             f"{self.tree.origin}: {block.cls.path}: {block.cls.name} has neither forward_normal nor forward"
         )
 
-    def _final_sites(self, *parts: Ways | None) -> tuple[Site, ...]:
-        through = {(file, line) for ways in parts if ways for way in ways for file, line, power in way if power}
-        sites = []
-        for key, site in sorted(self.reader.sites.items()):
-            applies = key in through
-            note = site.condition if applies or not site.applies else f"{site.condition}; not on the returned path"
-            sites.append(Site(**{**asdict(site), "applies": applies, "condition": note}))
-        return tuple(sites)
-
     def _why(self, result: Value, carried: Carried, refusal: Refusal | None) -> list[str]:
         if refusal is not None:
             return []
@@ -761,6 +754,77 @@ class _Reader:
         if len(exponents(carried.routed) or ()) > 1:
             return [f"undecided conditions leave exponents {sorted(exponents(carried.routed) or ())}"]
         return []
+
+
+REFERENCE_BLOCK = ("longrecall/runners/reference/moe.py", "ReferenceMoE")
+
+
+def _trace_reference(tree: SourceTree) -> Trace:
+    """The reference build's own MoE block: the same reading with its few globals modelled."""
+    path, name = REFERENCE_BLOCK
+    node = next((n for n in tree.module_ast(path).body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if node is None:
+        raise SourceError(f"{tree.origin}: no class {name} in {path}")
+    scenario = Scenario(model="reference", quant="bf16", runner="torch")
+    layers = {kind: _read_reference(tree, ClassRef(path, node), layer_id) for kind, layer_id in _REFERENCE_LAYERS}
+    return Trace(origin=tree.origin, version=tree.version(), scenario=scenario, layers=layers)
+
+
+_REFERENCE_LAYERS = (("hash", 0), ("other", 9))
+
+
+def _read_reference(tree: SourceTree, cls: ClassRef, layer_id: int) -> LayerTrace:
+    reader = _Reading(tree, Scenario(model="reference"))
+
+    def linear(i: Interpreter, a: list[Value], k: dict[str, Value], n: ast.AST) -> Value:
+        gate = isinstance(n, ast.Call) and len(n.args) > 1 and "gate_weight" in ast.unparse(n.args[1])
+        return i.tensor(Carried(routed=PLAIN) if gate else i.carried(a[0]))
+
+    def gated_mlp(i: Interpreter, a: list[Value], k: dict[str, Value], n: ast.AST) -> Value:
+        shared = isinstance(n, ast.Call) and any("shared" in ast.unparse(argument) for argument in n.args)
+        return i.tensor(Carried(shared=PLAIN) if shared else i.carried(a[0]))
+
+    reader.natives |= {"linear": Native("linear", linear), "gated_mlp": Native("gated_mlp", gated_mlp)}
+    factor = Scale(frozenset({1}))
+    config = Record(
+        "config",
+        {
+            "routed_scaling_factor": factor,
+            "trained_routed_scaling_factor": factor,
+            "num_hash_layers": Known(3),
+            "scoring_func": Known("sqrtsoftplus"),
+            "num_experts_per_tok": Known(2),
+            "n_routed_experts": Known(8),
+        },
+        missing=lambda name: Unknown(f"config.{name}"),
+    )
+    given: dict[str, Value] = {"config": config, "layer_id": Known(layer_id), "weights": Mapping({})}
+    reader.frames.append(_frame(cls.path))
+    try:
+        block = reader.construct(cls, [], given, cls.node)
+        result = reader.call(block, [reader.tensor(label="hidden"), Unknown("token_ids")], {}, cls.node)
+    finally:
+        reader.frames.pop()
+    carried = reader.carried(result)
+    lost = [] if carried.routed is not None else ["the routed output was lost on the way"]
+    return LayerTrace(
+        routed=_sorted(exponents(carried.routed)),
+        shared=_sorted(exponents(carried.shared)),
+        sites=_final_sites(reader, carried.routed, carried.shared),
+        refusal=None,
+        unresolved=tuple([*reader.unresolved.values(), *lost]),
+    )
+
+
+def _final_sites(reader: Interpreter, *parts: Ways | None) -> tuple[Site, ...]:
+    """Every site met, marked by whether what is returned went through it."""
+    through = {(file, line) for ways in parts if ways for way in ways for file, line, power in way if power}
+    sites = []
+    for key, site in sorted(reader.sites.items()):
+        applies = key in through
+        note = site.condition if applies or not site.applies else f"{site.condition}; not on the returned path"
+        sites.append(Site(**{**asdict(site), "applies": applies, "condition": note}))
+    return tuple(sites)
 
 
 def _frame(path: str) -> Frame:

@@ -12,6 +12,9 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+REFERENCE = "reference"
+"""Names the reference build's own source in `open_source`."""
+
 
 class SourceError(ValueError):
     """The source is not what was asked for; the message says what was looked for and where."""
@@ -162,12 +165,18 @@ def open_source(where: str, package: str = "sglang") -> SourceTree:
     """Open the source of `package`.
 
     Args:
-        where: "installed", a folder (a checkout, a site-packages, or the package folder), a .whl file, or a version
+        where: "reference" (this checkout's reference build), "installed", a folder (a checkout, a site-packages, or the
+            package folder), a .whl file, or a version
             number, which `pip download --no-deps` fetches into a temporary folder.
 
     Raises:
         SourceError: nothing usable there; the message says what was looked for and where.
     """
+    if where == REFERENCE:
+        root = Path(__file__).resolve().parents[2]
+        files = [*(root / "kernels").rglob("*.py"), *(root / "runners" / "reference").rglob("*.py")]
+        texts = {f"longrecall/{path.relative_to(root)}": path.read_text(encoding="utf-8") for path in files}
+        return SourceTree("longrecall", "the reference build", texts)
     if where == "installed":
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:

@@ -403,3 +403,31 @@ def test_known_answers_on_sglang_wheels(wheels: dict[str, SourceTree]) -> None:
     # ROCm with AITER up to 0.5.17: nobody multiplies in the hash layers
     aiter = dict(quant="bf16", runner="triton", platform="hip", env={"SGLANG_USE_AITER": "1"})
     assert routed("0.5.16", **aiter) == {"hash": 0, "other": 1, "verdict": "mixed"}
+
+
+REFERENCE_MOE = "longrecall/runners/reference/moe.py"
+
+
+def reference_with(before: str, after: str, count: int = 1) -> SourceTree:
+    tree = open_source("reference")
+    text = tree.text(REFERENCE_MOE)
+    assert before in text
+    return tree.with_overrides({REFERENCE_MOE: text.replace(before, after, count)})
+
+
+def test_reference_build_applies_the_factor_once() -> None:
+    found = trace(open_source("reference"), Scenario())
+    assert found.as_json()["routed"] == {"hash": 1, "other": 1}
+    assert found.verdict == "once"
+
+
+def test_reference_hash_topk_that_scales_as_well_is_twice_in_hash_layers_only() -> None:
+    flag = "apply_routed_scaling_factor_on_output=False"
+    found = trace(reference_with(flag, flag.replace("False", "True")), Scenario())
+    assert found.as_json()["routed"] == {"hash": 2, "other": 1}
+
+
+def test_reference_that_never_scales_is_never() -> None:
+    call = "moe_sum_reduce(expert_out, topk_weights, self.routed_scaling_factor)"
+    found = trace(reference_with(call, "moe_sum_reduce(expert_out, topk_weights, 1.0)"), Scenario())
+    assert found.as_json()["routed"] == {"hash": 0, "other": 0}
