@@ -22,8 +22,9 @@ from longrecall.evals.paired import (
     sign_flip_p,
     tango_lower,
 )
-from longrecall.evals.simulate import NOISY, QUIET, SHOCK, Bools, Engine, Loss, draw_builds, scores_of
-from longrecall.evals.verdict import judge
+from longrecall.evals.schema import VerdictConfig
+from longrecall.evals.simulate import NOISY, QUIET, SHOCK, Bools, Engine, Loss, cells_of, draw_builds
+from longrecall.evals.verdict import judge_cells
 from longrecall.runners.schema import Build
 
 ALPHA = 0.05
@@ -265,7 +266,10 @@ CAMPAIGN_LOSSES: dict[str, tuple[float, ...]] = {
 CAMPAIGN_ROLES = {"base": "base", "base-again": "aa", "known-bad": "positive-control", "noop": "negative-control"}
 
 
-def campaign_table(reps: int, seed: int) -> list[CalibrationRow]:
+CAMPAIGN_SIZES = ((20, QUIET), (40, QUIET), (60, QUIET), (40, SHOCK), (60, SHOCK))
+
+
+def campaign_table(reps: int, seed: int, sizes: Sequence[tuple[int, Engine]] = CAMPAIGN_SIZES) -> list[CalibrationRow]:
     """Whole campaigns through `judge`: controls, Holm over patches × rungs, every rung to exonerate (table 2e)."""
     rows = []
     names = list(CAMPAIGN_LOSSES)
@@ -274,13 +278,13 @@ def campaign_table(reps: int, seed: int) -> list[CalibrationRow]:
         for n in names
     ]
     innocents = [n for n in names if n.startswith("innocent") or n == "noop"]
-    for n, engine in ((20, QUIET), (40, QUIET), (60, QUIET), (40, SHOCK), (60, SHOCK)):
+    for n, engine in sizes:
         setting = f"{n} × 10, {engine.name}"
         found: list[dict[str, str]] = []
         for rep in range(reps):
             right = _campaign_replies(np.random.default_rng((seed, n, rep)), n, engine, names)
-            table = scores_of(right, builds=names, rungs=list(CAMPAIGN_RUNGS))
-            judgement = judge(table, builds, rungs=CAMPAIGN_RUNGS, secondary=False)
+            cells = cells_of(right, builds=names, rungs=list(CAMPAIGN_RUNGS))
+            judgement = judge_cells(cells, builds, config=VerdictConfig(), secondary=False)
             found.append({v.patch: v.verdict for v in judgement.verdicts})
         measures: list[tuple[str, Callable[[dict[str, str]], bool], float | None]] = [
             ("any innocent convicted", lambda v: any(v[i] == "culprit" for i in innocents), ALPHA),

@@ -20,6 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy import optimize, stats
 
+from longrecall.evals.cells import OUTCOMES, Cells
+
 Bools = npt.NDArray[np.bool_]
 Rng = np.random.Generator
 Loss = Literal["uniform", "catastrophe"]
@@ -113,6 +115,29 @@ def draw_builds(
     right = z < stats.norm.ppf(base_recall)
     share = np.array([max(0.0, 1 - r / base_recall) for r in recalls]).reshape(1, n, 1, 1)
     return np.asarray(right & (rng.random((reps, n, conversations, 1)) >= share))
+
+
+def cells_of(right: Bools, *, builds: list[str], rungs: list[int]) -> Cells:
+    """Right/wrong [B, R, C, m] as the dense arrays that `scores_of` would be read into."""
+    n_builds, n_rungs, n, m = right.shape
+    ok = right.sum(axis=(2, 3))
+    outcomes = np.zeros((n_builds, n_rungs, len(OUTCOMES)), dtype=np.int64)
+    outcomes[..., OUTCOMES.index("ok")] = ok
+    outcomes[..., OUTCOMES.index("other")] = n * m - ok
+    return Cells(
+        builds=tuple(builds),
+        rungs=tuple(rungs),
+        arm="warm",
+        conversations=tuple(f"c{i:05d}" for i in range(n)),
+        cluster=np.arange(n),
+        n_clusters=n,
+        probes=(tuple(f"p{i}" for i in range(m)),) * n,
+        recall=right.astype(np.float64),
+        asked=np.ones(right.shape, dtype=np.int64),
+        missing=np.zeros(right.shape, dtype=np.int64),
+        logprob=np.full(right.shape, np.nan),
+        outcomes=outcomes,
+    )
 
 
 def scores_of(

@@ -71,6 +71,19 @@ def judge(
     config = config or VerdictConfig()
     _check(builds, rungs, config)
     cells = make_cells(scores, builds=[b.build_id for b in builds], rungs=rungs, arm=arm, order=order)
+    return judge_cells(cells, builds, planned=planned, config=config, stopped_early=stopped_early, secondary=secondary)
+
+
+def judge_cells(
+    cells: Cells,
+    builds: Sequence[Build],
+    *,
+    planned: int | Mapping[str, int] | None = None,
+    config: VerdictConfig,
+    stopped_early: bool = False,
+    secondary: bool = True,
+) -> Judgement:
+    """`judge` for scores that are already dense arrays."""
     base = next(b.build_id for b in builds if b.role == "base")
     again = next((b.build_id for b in builds if b.role == "aa"), None)
     candidates = [b for b in builds if b.role != "base"]

@@ -5,7 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from longrecall.evals.calibration import TABLES, mcnemar_mid_p_loss, run_calibration
+from longrecall.evals.calibration import campaign_table, mcnemar_mid_p_loss, run_calibration
+from longrecall.evals.simulate import QUIET
 from longrecall.results.main import build_app
 
 
@@ -36,7 +37,7 @@ def test_ten_point_loss_is_convicted_within_15_conversations_on_a_quiet_engine()
 
 
 def test_whole_campaigns_convict_the_steep_loss_and_nobody_else():
-    rows = {(r.setting, r.rule): r.value for r in TABLES["campaign"](20, 5) if r.setting == "40 × 10, quiet"}
+    rows = {(r.setting, r.rule): r.value for r in campaign_table(20, 5, [(40, QUIET)])}
     assert rows["40 × 10, quiet", "steep loss convicted"] == 1.0
     assert rows["40 × 10, quiet", "any innocent convicted"] == 0.0
     assert rows["40 × 10, quiet", "innocent-1 exonerated"] >= 0.9

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from longrecall.evals.simulate import NOISY, QUIET, SHOCK, draw_builds, flip_rate
+from longrecall.evals.cells import make_cells
+from longrecall.evals.simulate import NOISY, QUIET, SHOCK, cells_of, draw_builds, flip_rate, scores_of
 
 
 @pytest.mark.parametrize("engine", [QUIET, NOISY, SHOCK], ids=lambda e: e.name)
@@ -50,3 +51,19 @@ def test_engines_flip_as_often_as_the_published_tables_say():
     assert flip_rate(0.85, 0.5, QUIET) == pytest.approx(0.018, abs=0.002)
     assert flip_rate(0.95, 0.3, SHOCK) == pytest.approx(0.066, abs=0.003)
     assert flip_rate(0.95, 0.3, NOISY) == pytest.approx(0.049, abs=0.004)
+
+
+def test_dense_arrays_are_those_that_the_score_table_reads_into():
+    right = np.random.default_rng(0).random((3, 2, 5, 4)) < 0.6
+    names, rungs = ["base", "x", "y"], [448, 1024]
+    direct, read = (
+        cells_of(right, builds=names, rungs=rungs),
+        make_cells(scores_of(right, builds=names, rungs=rungs), builds=names, rungs=rungs),
+    )
+    for field in ("recall", "asked", "missing", "outcomes", "cluster"):
+        assert np.array_equal(getattr(direct, field), getattr(read, field)), field
+    assert (direct.conversations, direct.probes, direct.n_clusters) == (
+        read.conversations,
+        read.probes,
+        read.n_clusters,
+    )
