@@ -3,7 +3,7 @@
 from longrecall.kernels.indexer.formats import Packed, dequantize, fake_quantize, quantize
 from longrecall.kernels.indexer.reference import indexer_logits_ref
 from longrecall.kernels.indexer.rotation import hadamard
-from longrecall.kernels.indexer.topk import index_topk, select_topk
+from longrecall.kernels.indexer.topk import index_topk, select_topk, select_topk_arbitrary, select_topk_truncating
 
 __all__ = [
     "Packed",
@@ -14,4 +14,6 @@ __all__ = [
     "indexer_logits_ref",
     "quantize",
     "select_topk",
+    "select_topk_arbitrary",
+    "select_topk_truncating",
 ]

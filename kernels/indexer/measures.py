@@ -145,5 +145,5 @@ def critical_candidates(
             start, mean_excess = tail[-1], (tail[:-1] - tail[-1]).mean().clamp(min=1e-12)
             base = tail.numel() / background.numel()
             chance = base * math.exp(-float((worst[t] - start) / mean_excess)) if worst[t] > start else base
-        out[t] = k / chance if chance > 0 else torch.inf
+        out[t] = k / chance if chance > 1e-30 else torch.inf
     return out

@@ -56,6 +56,8 @@ def synthetic(
     if crowding:
         shared = torch.randn(dim, generator=generator)
         shared *= (crowding * dim**0.5) ** 0.5 / shared.norm()
+        # the keys' own part along it would differ from key to key for all heads at once: no crowd
+        keys -= (keys @ shared).unsqueeze(1) * shared / shared.square().sum()
         q, keys, weights = q + shared, keys + shared, weights.abs()
     needles = None
     if needle_sigma is not None:
