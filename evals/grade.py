@@ -156,11 +156,13 @@ def _is_abstention(probe: Probe) -> bool:
 
 def _grade_abstention(body: str, conversation: Conversation, foreign: Container[str], *, cut: bool) -> Grade:
     """Ok is to say that nothing was said; any value is an invention, named by where it comes from."""
-    planted = {canonical(v): v for fact in conversation.facts for v in (fact.value, *fact.aliases)}
+    values = [v for fact in conversation.facts for v in (fact.value, *fact.aliases) if v]
     if is_loop(body):
         return Grade("loop", None)
+    kinds: set[Kind] = ({kind_of(v) for v in values} - {"verbatim"}) | {"digits"}
+    planted = {canonical(v) for v in values}
     words = min(4, max((len(v.split()) for v in planted), default=1))
-    seen = {m.canonical: body[m.start : m.end] for kind in ("digits", "words") for m in _mentions(body, kind, words)}
+    seen = {m.canonical: body[m.start : m.end] for kind in kinds for m in read_values(body, kind, max_words=words)}
     for value, written in seen.items():
         if value in planted:
             return Grade("distractor", written)
@@ -170,10 +172,6 @@ def _grade_abstention(body: str, conversation: Conversation, foreign: Container[
         if value in foreign:
             return Grade("foreign", written)
     return Grade("truncated" if cut else "other", body.strip()[:80])
-
-
-def _mentions(body: str, kind: str, words: int) -> list[Mention]:
-    return read_values(body, "digits") if kind == "digits" else read_values(body, "words", max_words=words)
 
 
 def _grade_verbatim(body: str, probe: Probe, *, cut: bool) -> Grade:

@@ -17,7 +17,7 @@ def foreign_index(conversations: Iterable[Conversation]) -> dict[str, frozenset[
     Values planted in several conversations (words of a small value space) cannot tell a leak and are left out.
     """
     planted = {
-        c.conversation_id: {canonical(v) for fact in c.facts for v in (fact.value, *fact.aliases)}
+        c.conversation_id: {canonical(v) for fact in c.facts for v in (fact.value, *fact.aliases) if v}
         for c in conversations
     }
     counts = Counter(value for values in planted.values() for value in values)

@@ -7,6 +7,7 @@ asked for; what they mean (right, stale, another conversation's) is decided in g
 
 import re
 import unicodedata
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["digits", "amount", "date", "uuid", "literal", "words", "verbatim"]
@@ -54,10 +55,11 @@ _CURRENCY |= {"£": "gbp", "pound": "gbp", "pounds": "gbp", "¥": "jpy"}
 _MONTH = r"(?P<{0}>jan|feb|mar|apr|may|jun|jul|aug|sep|sept|oct|nov|dec)[a-z]*\.?"
 _DATES = (
     re.compile(r"\b(?P<y>\d{4})[-/.](?P<m>\d{1,2})[-/.](?P<d>\d{1,2})\b"),
+    re.compile(r"\b(?P<d>\d{1,2})/(?P<m>\d{1,2})/(?P<y>\d{4})\b"),  # day first, as the planted aliases are
     re.compile(rf"\b(?P<d>\d{{1,2}})(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH.format('mon')},?\s+(?P<y>\d{{4}})\b", re.I),
     re.compile(rf"\b{_MONTH.format('mon')}\s+(?P<d>\d{{1,2}})(?:st|nd|rd|th)?,?\s+(?P<y>\d{{4}})\b", re.I),
 )
-_WORD = re.compile(r"[^\W_]+(?:['\-][^\W_]+)*")
+_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")  # "amber-fox" and "amber fox" are the same two words
 _LITERAL = re.compile(r"\S+")
 _FORMAT_CHARACTERS = dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF, 0x00AD])
 _SPELLINGS = str.maketrans("‘’‛“”„«»‐‑‒–—−", '\'\'\'"""""------')
@@ -72,8 +74,8 @@ class Mention(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """NFKC, plain quotes and dashes, no invisible characters; markdown and LaTeX wrappers taken off."""
-    text = unicodedata.normalize("NFKC", text).translate(_FORMAT_CHARACTERS).translate(_SPELLINGS)
+    """NFKC, plain quotes, dashes and digits, no invisible characters; markdown and LaTeX wrappers taken off."""
+    text = _plain(text)
     text = re.sub(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 ", text)
     text = text.replace("{,}", ",").replace("\\,", "")
     text = re.sub(r"```[\w+-]*\n?|[`~]{1,3}", "", text)
@@ -99,6 +101,7 @@ def kind_of(gold: str) -> Kind:
     return "words"
 
 
+@lru_cache(maxsize=65536)  # every reply of a conversation is held against the same few values
 def canonical(value: str, kind: Kind | None = None) -> str:
     """The form two spellings of one value share; case is kept only where it is part of the value."""
     kind = kind or kind_of(value)
@@ -118,7 +121,14 @@ def canonical(value: str, kind: Kind | None = None) -> str:
 
 def clean_value(value: str) -> str:
     """A stored value with the same Unicode treatment as a reply; its own underscores and stars stay."""
-    return unicodedata.normalize("NFKC", value).translate(_FORMAT_CHARACTERS).translate(_SPELLINGS).strip()
+    return _plain(value).strip()
+
+
+def _plain(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text).translate(_FORMAT_CHARACTERS).translate(_SPELLINGS)
+    if text.isascii():
+        return text
+    return re.sub(r"[^\x00-\x7f]", lambda m: str(unicodedata.decimal(m.group(), m.group())), text)  # ٤٨ is 48
 
 
 def _cardinal(words: list[str]) -> int | None:

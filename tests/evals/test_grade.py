@@ -38,6 +38,10 @@ PROBES = {
     "amount": _probe("$1,234.50", distractors=("$987.00",)),
     "uuid": _probe("9b2e4c1a-77d0-4f3e-8a61-0c5d9e7f1b23", distractors=("1f0c3b5d-0a9e-4c88-b7d2-5e6f7a8b9c0d",)),
     "path": _probe("/srv/data/ledger_7.csv", distractors=("/srv/data/audit_2.csv",)),
+    "codeword": _probe("amber-falcon-stone", distractors=("cobalt-heron-reed",)),
+    "setting": _probe(
+        "max_retries = 48213", aliases=("max_retries=48213", "48213"), distractors=("min_delay = 90577", "90577")
+    ),
     "count": _probe("3", kind="count"),
     "absent": _probe("", live=None, kind="abstention"),
     "verbatim": _probe(VERBATIM, kind="verbatim"),
