@@ -6,6 +6,7 @@ A builder decides words and values; where they land is `plant`'s business. Event
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from longrecall.needles.filler import Prose, Wording, fill, pick, shuffled, wordings
@@ -137,7 +138,7 @@ class Draft:
         """An attribute not used in this conversation yet."""
         if not self._attributes:
             raise PlantError(
-                f'recipe {self.recipe.name!r} needs more attributes than there are: lower `attributes`, or split = "all"'
+                f'recipe {self.recipe.name!r} needs more attributes than there are: plant less or split = "all"'
             )
         return self._attributes.pop()
 
@@ -196,7 +197,8 @@ class Draft:
         """A fact stated in one of the wordings."""
         slots = {"name": fact.entity, "attribute": fact.attribute, "value": fact.value}
         statement = fill(wording.statement, **slots)
-        statement = statement[0].upper() + statement[1:]
+        if statement.startswith(fact.attribute):
+            statement = statement[0].upper() + statement[1:]
         return self.told(
             element, [Statement(statement, fact.key)], Statement(fill(wording.echo, **slots), fact.key), probed=probed
         )
@@ -335,7 +337,9 @@ def _values(draft: Draft, element: Element) -> None:
         day = days[place]
         fact = draft.fact(f"{name} for {day}", attribute, draft.value(element), "values", element)
         own.append(fact)
-        draft.group(draft.state(fact, element, pick(draft.rng, draft.wordings)))
+        # "Ada for Monday's code" is no English: only wordings that say "of {name} is".
+        plain = [wording for wording in draft.wordings if "of {{ name }} is {{ value }}" in wording.statement]
+        draft.group(draft.state(fact, element, pick(draft.rng, plain)))
     extra = draft.distract(element, own, [attribute])
     for fact in own[: element.probes]:
         draft.ask(fact, element, "values", others=[*own, *extra])
@@ -348,7 +352,7 @@ def _hops(draft: Draft, element: Element) -> None:
         people = [draft.name() for _ in range(element.length + 1)]
         end = draft.fact(people[-1], attribute, draft.value(element), "hops", element)
         links = []
-        for left, right in zip(people[:-1], people[1:], strict=True):
+        for left, right in pairwise(people):
             # A link states no value of its own.
             link = draft.fact(left, attribute, "", "link", element)
             links.append(link)
@@ -520,7 +524,7 @@ def _order(draft: Draft, element: Element) -> None:
         )
         draft.group(draft.state(fact, element, pick(draft.rng, draft.wordings), probed=False))
         extra.append(fact)
-    for before, fact in list(zip(own[:-1], own[1:], strict=True))[: element.probes]:
+    for before, fact in list(pairwise(own))[: element.probes]:
         draft.ask(
             fact,
             element,

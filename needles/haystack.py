@@ -1,8 +1,8 @@
 """Filler whose tokens are counted once: a pool of sentences, and text of exactly n tokens made by adding counts.
 
-The pool is the built-in prose or the user's own text (`own_sentences`), cleaned so that no sentence can contain, contradict
-or overwrite a planted value: none holds a digit, a person's name, an attribute, a value word or a control token's text.
-A conversation walks through the pool in an order of its own and repeats no sentence before all were used.
+The pool is the built-in prose or the user's own text (`own_sentences`), cleaned so that no sentence can contain,
+contradict or overwrite a planted value: none holds a digit, a person's name, an attribute, a value word or a control
+token's text. A conversation walks through the pool in an order of its own and repeats no sentence before all were used.
 """
 
 import math
@@ -208,8 +208,8 @@ def own_sentences(filler: Filler, ruler: Ruler) -> list[str]:
         raise FillerError(f"cannot read the filler {where}: {error}") from error
     if len(out) < 64:
         raise FillerError(
-            f"the filler {filler.path!r} has {len(out)} usable sentences of {seen}; at least 64 are needed (sentences with "
-            "digits, with names or attributes of facts, or outside 12 to 400 characters are left out)"
+            f"the filler {filler.path!r} has {len(out)} usable sentences of {seen}; at least 64 are needed (sentences "
+            "with digits, with names or attributes of facts, or outside 12 to 400 characters are left out)"
         )
     return out[: filler.max_sentences]
 

@@ -1,22 +1,34 @@
 """Proofs, for a generated set, that every probe has one true answer that can only be read where it was planted.
 
-    problems = lint(conversations)              # [] is a clean set
-    problems = lint(conversations, ruler=ruler) # also encodes every prompt and compares with its planned length
+    problems = lint(conversations)               # [] is a clean set; streams
+    problems = lint(conversations, ruler=ruler)  # also encodes every prompt and compares with its planned length
 
-For each probe: exactly one live value at that turn and it is the gold; the gold occurs nowhere but in the turns that
-state it. Over the set: ids unique, values unique across conversations (so a foreign value in a reply is a cache leak),
-and constant answers score about 0.
+For each prompt: exactly one live value of what is asked stands in the history and it is the gold; the gold occurs
+nowhere but in the turns that state it. For each abstention: nothing that answers it stands there. Over the set: ids are
+unique, values are unique across conversations (so a foreign value in a reply is a cache leak), and constant answers
+score about 0 (`Baselines`).
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from longrecall.needles.render import Ruler, messages_for
 from longrecall.needles.schema import Ask, Conversation, Fact, Probe
 
 MAX_BASELINE = 0.05
-"""A constant answer may be right on at most this share of the probes."""
+"""A constant answer may be right on at most this share of the prompts that have an answer."""
+MAX_ABSTENTIONS = 0.5
+"""And "it was not mentioned" on at most this share of all prompts."""
+_FEW = 20
+"""Shares of fewer prompts than this say nothing."""
+_SAME_ANSWERS = ("count",)
+"""Kinds whose answers are small numbers and repeat by nature; they are left out of the constant-answer rule."""
+_COMMON = frozenset(
+    "a an and are at by came did do does for from has have i in is it its of on one or right so somebody takes that the "
+    "their there they this to up was were what when which who whose with you".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,72 +42,114 @@ class Problem:
     message: str
 
 
-def lint(conversations: Iterable[Conversation], *, ruler: Ruler | None = None) -> list[Problem]:
-    """Every broken rule of a set; streams, keeping only ids and values."""
-    problems: list[Problem] = []
-    ids: set[str] = set()
-    owner_of: dict[str, str] = {}
-    golds: Counter[str] = Counter()
-    last_right = total = 0
-    for conversation in conversations:
-        found = _lint_one(conversation, ruler)
-        for key in [
+@dataclass
+class Baselines:
+    """What answers without reading would score, gathered conversation by conversation."""
+
+    prompts: int = 0
+    abstentions: int = 0
+    last_value: int = 0
+    """Prompts whose answer is the last value stated before the branch."""
+    frequent_value: int = 0
+    """Prompts whose answer is the one value that this conversation's history states most often."""
+    golds: Counter[str] = field(default_factory=Counter)
+
+    def add(self, conversation: Conversation) -> None:
+        """Count one more conversation."""
+        probes = {probe.probe_id: probe for probe in conversation.probes}
+        stated = sorted((fact for fact in conversation.facts if fact.value), key=lambda fact: fact.turn_index)
+        mentions = [(turn.turn_index, set(turn.fact_ids)) for turn in conversation.turns if turn.fact_ids]
+        ends: dict[int, tuple[str | None, str | None]] = {}
+        for ask in conversation.asks:
+            probe = probes[ask.probe_id]
+            self.prompts += 1
+            if not probe.gold:
+                self.abstentions += 1
+                continue
+            if probe.kind not in _SAME_ANSWERS:
+                self.golds[probe.gold] += 1
+            if ask.turn_end not in ends:
+                before = [fact for fact in stated if fact.turn_index < ask.turn_end]
+                times = Counter(key for turn, keys in mentions if turn < ask.turn_end for key in keys)
+                most = [fact for fact in before if times[fact.fact_id] == max(times.values())]
+                ends[ask.turn_end] = (
+                    before[-1].value if before else None,
+                    most[0].value if len(most) == 1 else None,
+                )
+            last, frequent = ends[ask.turn_end]
+            self.last_value += last == probe.gold
+            self.frequent_value += frequent == probe.gold
+
+    @property
+    def answerable(self) -> int:
+        return self.prompts - self.abstentions
+
+    def problems(self) -> list[Problem]:
+        """Answers that do too well."""
+        found = []
+
+        def add(rule: str, message: str) -> None:
+            found.append(Problem(rule=rule, conversation_id=None, probe_id=None, message=message))
+
+        if self.golds:
+            # The prompts of one probe on all rungs share an answer, so a value counts against the number of probes.
+            answer, times = self.golds.most_common(1)[0]
+            probes = len(self.golds)
+            if probes >= _FEW and times / self.golds.total() > MAX_BASELINE:
+                add("constant-answer", f"{answer!r} is right on {times} of {self.golds.total()} prompts")
+        if self.answerable >= _FEW:
+            if self.last_value / self.answerable > MAX_BASELINE:
+                add("last-value", f"the last value stated is right on {self.last_value} of {self.answerable} prompts")
+            if self.frequent_value / self.answerable > MAX_BASELINE:
+                add(
+                    "frequent-value",
+                    f"the value stated most often is right on {self.frequent_value} of {self.answerable} prompts",
+                )
+        if self.prompts >= _FEW and self.abstentions / self.prompts > MAX_ABSTENTIONS:
+            add("not-mentioned", f'"not mentioned" is right on {self.abstentions} of {self.prompts} prompts')
+        return found
+
+
+class Linter:
+    """Lints a stream: `add` every conversation, then read `problems()`."""
+
+    def __init__(self, ruler: Ruler | None = None) -> None:
+        self.baselines = Baselines()
+        self._ruler = ruler
+        self._ids: set[str] = set()
+        self._owner: dict[str, str] = {}
+        self._found: list[Problem] = []
+
+    def add(self, conversation: Conversation) -> None:
+        """Check one more conversation."""
+        self._found += _Check(conversation, self._ruler).run()
+        for key in (
             conversation.conversation_id,
-            *(f.fact_id for f in conversation.facts),
-            *(p.probe_id for p in conversation.probes),
-        ]:
-            if key in ids:
-                found.append(_problem("unique-ids", conversation, None, f"the id {key!r} occurs twice"))
-            ids.add(key)
+            *(fact.fact_id for fact in conversation.facts),
+            *(probe.probe_id for probe in conversation.probes),
+        ):
+            if key in self._ids:
+                self._found.append(_problem("unique-ids", conversation, None, f"the id {key!r} occurs twice"))
+            self._ids.add(key)
         for fact in conversation.facts:
-            other = owner_of.setdefault(fact.value, conversation.conversation_id)
-            if other != conversation.conversation_id:
-                found.append(
-                    _problem(
-                        "foreign-values", conversation, None, f"the value {fact.value!r} is also planted in {other}"
-                    )
-                )
-        problems += found
-        golds.update(probe.gold for probe in conversation.probes if probe.live_fact is not None)
-        right, asked = last_value_score(conversation)
-        last_right, total = last_right + right, total + asked
-    if total:
-        answer, times = golds.most_common(1)[0]
-        number = golds.total()
-        if number >= 20 and times / number > MAX_BASELINE:
-            problems.append(
-                Problem(
-                    rule="constant-answer",
-                    conversation_id=None,
-                    probe_id=None,
-                    message=f"answering {answer!r} every time is right on {times} of {number} probes",
-                )
-            )
-        if total >= 20 and last_right / total > MAX_BASELINE:
-            problems.append(
-                Problem(
-                    rule="last-value",
-                    conversation_id=None,
-                    probe_id=None,
-                    message=f"answering the last value stated is right on {last_right} of {total} prompts",
-                )
-            )
-    return problems
+            if fact.value:
+                other = self._owner.setdefault(fact.value, conversation.conversation_id)
+                if other != conversation.conversation_id:
+                    message = f"the value {fact.value!r} is also planted in {other}"
+                    self._found.append(_problem("foreign-values", conversation, None, message))
+        self.baselines.add(conversation)
+
+    def problems(self) -> list[Problem]:
+        """Every broken rule so far."""
+        return [*self._found, *self.baselines.problems()]
 
 
-def last_value_score(conversation: Conversation) -> tuple[int, int]:
-    """On how many prompts the last value stated before the branch is the answer, of how many."""
-    stated = sorted(conversation.facts, key=lambda fact: fact.turn_index)
-    gold_of = {probe.probe_id: probe for probe in conversation.probes}
-    right = asked = 0
-    for ask in conversation.asks:
-        probe = gold_of[ask.probe_id]
-        if probe.live_fact is None:
-            continue
-        asked += 1
-        before = [fact for fact in stated if fact.turn_index < ask.turn_end]
-        right += bool(before) and before[-1].value == probe.gold
-    return right, asked
+def lint(conversations: Iterable[Conversation], *, ruler: Ruler | None = None) -> list[Problem]:
+    """Every broken rule of a set."""
+    linter = Linter(ruler)
+    for conversation in conversations:
+        linter.add(conversation)
+    return linter.problems()
 
 
 def _problem(rule: str, conversation: Conversation, probe: Probe | None, message: str) -> Problem:
@@ -107,80 +161,160 @@ def _problem(rule: str, conversation: Conversation, probe: Probe | None, message
     )
 
 
-def _lint_one(conversation: Conversation, ruler: Ruler | None) -> list[Problem]:
-    found: list[Problem] = []
+class _Check:
+    """The rules about one conversation."""
 
-    def add(rule: str, probe: Probe | None, message: str) -> None:
-        found.append(_problem(rule, conversation, probe, message))
+    def __init__(self, conversation: Conversation, ruler: Ruler | None) -> None:
+        self.conversation, self.ruler = conversation, ruler
+        self.facts = {fact.fact_id: fact for fact in conversation.facts}
+        self.probes = {probe.probe_id: probe for probe in conversation.probes}
+        self.found: list[Problem] = []
 
-    facts = {fact.fact_id: fact for fact in conversation.facts}
-    probes = {probe.probe_id: probe for probe in conversation.probes}
-    planned = Counter((ask.rung, ask.probe_id) for ask in conversation.asks)
-    for key, times in planned.items():
-        if times > 1:
-            add("unique-asks", probes.get(key[1]), f"rung {key[0]} is asked {times} times")
-    ends: dict[int, set[int]] = {}
-    for ask in conversation.asks:
-        ends.setdefault(ask.rung, set()).add(ask.turn_end)
-        if ask.prompt_tokens != ask.rung:
-            add("exact", probes.get(ask.probe_id), f"{ask.prompt_tokens} tokens on rung {ask.rung}")
-    growing = [max(ends[rung]) for rung in sorted(ends)]
-    if growing != sorted(growing):
-        add("nested", None, f"the history does not grow with the rungs: {growing}")
-    for fact in conversation.facts:
-        turn = conversation.turns[fact.turn_index]
-        if fact.fact_id not in turn.fact_ids or fact.value not in turn.content:
-            add("stated", None, f"turn {fact.turn_index} does not state {fact.fact_id}")
-    for probe in conversation.probes:
-        _lint_probe(conversation, probe, facts, add)
-    for ask in conversation.asks:
-        probe = probes[ask.probe_id]
-        if probe.live_fact is not None:
-            if problem := _live_problem(conversation, facts, probe, ask):
-                add("one-live-value", probe, f"rung {ask.rung}: {problem}")
-        if any(probe.gold in turn.content for turn in ask.tail):
-            add("answer-in-tail", probe, f"the question of rung {ask.rung} contains the answer {probe.gold!r}")
-        if ruler is not None:
-            realised = ruler.prompt_tokens(messages_for(conversation, ask))
-            if realised != ask.prompt_tokens:
-                add("exact", probe, f"rung {ask.rung}: planned {ask.prompt_tokens}, encoded {realised}")
-    return found
+    def add(self, rule: str, probe: Probe | None, message: str) -> None:
+        self.found.append(_problem(rule, self.conversation, probe, message))
+
+    def run(self) -> list[Problem]:
+        self._shape()
+        for fact in self.conversation.facts:
+            self._stated(fact)
+        for probe in self.conversation.probes:
+            self._only_there(probe)
+        for ask in self.conversation.asks:
+            if ask.probe_id not in self.probes:
+                self.add("unknown-probe", None, f"rung {ask.rung} asks {ask.probe_id}, which does not exist")
+                continue
+            probe = self.probes[ask.probe_id]
+            if (why := self._untrue(probe, ask)) is not None:
+                self.add("true-answer", probe, f"rung {ask.rung}: {why}")
+            if len(probe.gold) > 2 and any(probe.gold in turn.content for turn in ask.tail):
+                self.add("answer-in-tail", probe, f"the tail of rung {ask.rung} contains the answer {probe.gold!r}")
+            if self.ruler is not None:
+                realised = self.ruler.prompt_tokens(messages_for(self.conversation, ask))
+                if realised != ask.prompt_tokens:
+                    self.add("exact", probe, f"rung {ask.rung}: planned {ask.prompt_tokens}, encoded {realised}")
+        return self.found
+
+    def _shape(self) -> None:
+        conversation = self.conversation
+        for (rung, probe_id), times in Counter((ask.rung, ask.probe_id) for ask in conversation.asks).items():
+            if times > 1:
+                self.add("unique-asks", self.probes.get(probe_id), f"rung {rung} is asked {times} times")
+        ends: dict[int, set[int]] = {}
+        for ask in conversation.asks:
+            ends.setdefault(ask.rung, set()).add(ask.turn_end)
+            if ask.prompt_tokens != ask.rung:
+                self.add("exact", self.probes.get(ask.probe_id), f"{ask.prompt_tokens} tokens on rung {ask.rung}")
+            if not ask.tail or not any(turn.role == "user" for turn in ask.tail):
+                self.add("no-question", self.probes.get(ask.probe_id), f"rung {ask.rung} has no user turn in its tail")
+        growing = [end for rung in sorted(ends) for end in sorted(ends[rung])]
+        if growing != sorted(growing) or any(len(found) > 1 for found in ends.values()):
+            self.add("nested", None, f"the histories of growing rungs end at turns {growing}")
+        for before, turn in zip((None, *conversation.turns), conversation.turns, strict=False):
+            if before is not None and before.role == turn.role:
+                self.add("turns", None, f"turns {before.turn_index} and {turn.turn_index} are both of {turn.role}")
+            if not turn.content.strip():
+                self.add("turns", None, f"turn {turn.turn_index} is empty")
+
+    def _stated(self, fact: Fact) -> None:
+        turns = self.conversation.turns
+        if not turns:  # the concat twin: everything stands in the tails
+            if not all(any(fact.value in turn.content for turn in ask.tail) for ask in self.conversation.asks[-1:]):
+                self.add("stated", None, f"the longest prompt does not state {fact.fact_id}")
+        elif fact.turn_index >= len(turns) or fact.fact_id not in turns[fact.turn_index].fact_ids:
+            self.add("stated", None, f"turn {fact.turn_index} does not state {fact.fact_id}")
+        elif fact.value not in turns[fact.turn_index].content:
+            self.add("stated", None, f"turn {fact.turn_index} does not contain {fact.value!r} of {fact.fact_id}")
+
+    def _only_there(self, probe: Probe) -> None:
+        if probe.live_fact is None:
+            return
+        if probe.live_fact not in self.facts:
+            self.add("live-fact", probe, f"there is no fact {probe.live_fact}")
+            return
+        for turn in self.conversation.turns:
+            if probe.gold in turn.content and probe.live_fact not in turn.fact_ids:
+                self.add(
+                    "answer-elsewhere", probe, f"turn {turn.turn_index} contains {probe.gold!r} without stating it"
+                )
+        for value in (*probe.distractor_values, *probe.stale_values):
+            if value == probe.gold:
+                self.add("distractor-is-gold", probe, f"{value!r} is both the answer and a wrong answer")
+            elif value and (value in probe.gold or probe.gold in value):
+                self.add(
+                    "distractor-contains-gold", probe, f"{value!r} and the answer {probe.gold!r} contain each other"
+                )
+
+    def _untrue(self, probe: Probe, ask: Ask) -> str | None:
+        """Why the gold is not the one right answer at this branch; None when it is."""
+        end = ask.turn_end if self.conversation.turns else 1
+        before = [fact for fact in self.conversation.facts if fact.turn_index < end]
+        replaced = {fact.supersedes for fact in before}
+        current = [fact for fact in before if fact.fact_id not in replaced]
+        known = {fact.fact_id for fact in before}
+        if absent := [key for key in probe.needs if key not in known]:
+            return f"{absent[0]} is needed and not stated yet"
+        if probe.live_fact is None:
+            return self._untrue_without_fact(probe, current)
+        if probe.live_fact not in self.facts:
+            return None  # reported above
+        live = self.facts[probe.live_fact]
+        same = [fact for fact in current if (fact.entity, fact.attribute) == (live.entity, live.attribute)]
+        if [fact.fact_id for fact in same] != [live.fact_id]:
+            return f"the live values of {live.attribute} of {live.entity} are {[fact.value for fact in same]}"
+        if live.value != probe.gold:
+            return f"the live value is {live.value!r}, the gold {probe.gold!r}"
+        special: dict[str, Callable[[Probe, Fact, list[Fact]], str | None]] = {
+            "ordinal": self._ordinal,
+            "order": self._order,
+            "latent": self._latent,
+        }
+        return special[probe.kind](probe, live, before) if probe.kind in special else None
+
+    def _untrue_without_fact(self, probe: Probe, current: list[Fact]) -> str | None:
+        if probe.kind == "count":
+            asked = {self.facts[key].attribute for key in probe.needs}
+            number = sum(fact.attribute in asked for fact in current)
+            return None if str(number) == probe.gold else f"{number} were said, the gold is {probe.gold!r}"
+        if probe.gold:
+            return f"there is a gold {probe.gold!r} but no fact to read it from"
+        for fact in current:
+            if fact.value and _names(probe.question, fact.entity) and _names(probe.question, fact.attribute):
+                return f"it should be unanswerable, but {fact.fact_id} answers it with {fact.value!r}"
+        return None
+
+    def _ordinal(self, probe: Probe, live: Fact, before: list[Fact]) -> str | None:
+        kind = live.entity.split(" ", 1)[1]
+        alike = [f for f in sorted(before, key=lambda f: f.turn_index) if f.entity.split(" ", 1)[-1] == kind]
+        place = alike.index(live)
+        if len([key for key in probe.needs if key != live.fact_id]) != place:
+            return f"{live.entity} is number {place + 1} of the notes alike"
+        return None
+
+    def _order(self, probe: Probe, live: Fact, before: list[Fact]) -> str | None:
+        alike = [f for f in sorted(before, key=lambda f: f.turn_index) if f.attribute == live.attribute]
+        place = alike.index(live)
+        if place == 0 or alike[place - 1].fact_id not in probe.needs or alike[place - 1].entity not in probe.question:
+            return f"{live.value!r} does not come right after the fact that the question names"
+        return None
+
+    def _latent(self, probe: Probe, live: Fact, before: list[Fact]) -> str | None:
+        if not self.conversation.turns:
+            return None
+        sentence = next(
+            (
+                part
+                for part in re.split(r"(?<=\.) ", self.conversation.turns[live.turn_index].content)
+                if live.value in part
+            ),
+            "",
+        )
+        shared = _content_words(probe.question) & _content_words(sentence)
+        return f"the question shares {sorted(shared)} with the fact" if shared else None
 
 
-def _lint_probe(conversation: Conversation, probe: Probe, facts: dict[str, Fact], add: object) -> None:
-    report = add
-    assert callable(report)
-    if probe.live_fact is None:
-        return
-    live = facts.get(probe.live_fact)
-    if live is None:
-        report("live-fact", probe, f"there is no fact {probe.live_fact}")
-        return
-    for turn in conversation.turns:
-        if probe.gold in turn.content and live.fact_id not in turn.fact_ids:
-            report(
-                "answer-elsewhere", probe, f"turn {turn.turn_index} contains {probe.gold!r} without stating the fact"
-            )
-    for value in (*probe.distractor_values, *probe.stale_values):
-        if value == probe.gold:
-            report("distractor-is-gold", probe, f"{value!r} is the answer and a wrong answer")
-        elif value and (value in probe.gold or probe.gold in value):
-            report("distractor-contains-gold", probe, f"{value!r} and the answer {probe.gold!r} contain each other")
+def _names(question: str, words: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", question) is not None
 
 
-def _live_problem(conversation: Conversation, facts: dict[str, Fact], probe: Probe, ask: Ask) -> str | None:
-    """Why not exactly one live value of the asked (entity, attribute) exists at this branch."""
-    assert probe.live_fact is not None
-    live = facts[probe.live_fact]
-    before: Sequence[Fact] = [fact for fact in conversation.facts if fact.turn_index < ask.turn_end]
-    replaced = {fact.supersedes for fact in before}
-    current = [
-        fact
-        for fact in before
-        if (fact.entity, fact.attribute) == (live.entity, live.attribute) and fact.fact_id not in replaced
-    ]
-    if [fact.fact_id for fact in current] != [live.fact_id]:
-        return f"live values of {live.attribute} of {live.entity} are {[fact.value for fact in current]}"
-    if live.value != probe.gold:
-        return f"the live value is {live.value!r}, the gold {probe.gold!r}"
-    return None
+def _content_words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text.lower())) - _COMMON

@@ -256,7 +256,7 @@ class _Assembly:
         segments = []
         for segment, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             here = [event for event in queue if where[id(event)] == segment]
-            # Nobody should be right who repeats the last value stated: a distractor ends the segment where there is one.
+            # Nobody should be right who repeats the last value stated: a distractor, where there is one, ends the segment.
             others = [place for place, event in enumerate(here) if not event.probed]
             if others and here[-1].probed:
                 here.append(here.pop(others[-1]))
@@ -279,8 +279,8 @@ class _Assembly:
             if chosen is None:
                 missing = sum(event.tokens for event in events) - sum(max(0, room) for room in free[lowest:])
                 raise PlantError(
-                    f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: its facts and distractors need at "
-                    f"least {self.rungs[-1] + max(missing, 1)} tokens there, or fewer rungs close together"
+                    f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: its facts and distractors "
+                    f"need at least {self.rungs[-1] + max(missing, 1)} tokens there, or fewer rungs close together"
                 )
             for event, segment in zip(events, chosen, strict=True):
                 where[id(event)] = segment
@@ -412,12 +412,17 @@ class _Assembly:
                 self.turn_of[part.key] = len(self.turns)
                 if self.ruler.additive:
                     shift, base = len(self.meter.pending + lead), self.meter.tokens_before_pending
-                    bare = part.text.rstrip(".!。")
-                    span = self.ruler.spans(self.meter.pending + lead + part.text, [(shift, shift + len(bare))])[0]
+                    length = len(self._bare(part))
+                    span = self.ruler.spans(self.meter.pending + lead + part.text, [(shift, shift + length)])[0]
                     self.spans[part.key] = Span(base + span.start, base + span.end)
             self.meter.text(lead + part.text)
             content += lead + part.text
         self._record(role, content, list(dict.fromkeys(part.key for part in parts if part.key is not None)))
+
+    def _bare(self, part: Statement) -> str:
+        """The statement without a full stop that is not part of the value: tokens merge it with what follows."""
+        value = next(fact.value for fact in self.script.facts if fact.key == part.key)
+        return part.text if value and part.text.endswith(value) else part.text.rstrip(".!。")
 
     def _ask(self, rung: int, turn_end: int, history: Meter, place: int) -> Ask:
         """The tail of one probe, padded to the rung's exact length."""
@@ -457,7 +462,7 @@ class _Assembly:
         if probe.live not in self.spans:
             at = self.turn_of[probe.live]
             statement = next(
-                part.text.rstrip(".!。")
+                self._bare(part)
                 for group in (*self.script.groups, [Event([DraftTurn("system", self.script.system)])])
                 for event in group
                 for turn in event.turns

@@ -49,7 +49,7 @@ ElementKind = Literal[
     "late",
     "verbatim",
 ]
-"""keys: independent facts. values: several values of one person, told apart by the weekday. hops: a chain "the same as".
+"""keys: independent facts. values: several values of one person, told apart by weekday. hops: a chain "the same as".
 update: newest value wins. retraction: withdrawn again. latent: asked in words that share nothing with the fact.
 ordinal: the i-th of several alike notes. order: the one said right after another. count: how many were said.
 abstain: never said. late: asked before and after it is said (needs two rungs). verbatim: a passage to copy back."""

@@ -9,12 +9,13 @@ after the final message's content), which vLLM and SGLang call. Encoding adds no
 writes the BOS. A tokenizer that asks for one (`add_bos_token`) whose template writes none gets it prepended.
 
 Counting by sums. Tokenising a 131,072-token conversation costs 0.2 to 0.4 CPU-s; adding up the counts of its words
-costs a tenth of that. The sum is exact when no token reaches across a cut. A cut is made only before a single space that
-follows and precedes ordinary characters, or before a control token, and only where two proofs hold for the tokenizer at
-hand: no vocabulary entry contains "<previous character><space>", so no merge can bridge the cut and the merges on either
-side are independent; and encoding every such pair of characters shows a token boundary there, so no pre-tokenizer rule
-bridges it. A last self-test compares a whole rendered conversation with the sum. A tokenizer or template that fails any
-of them is `additive = False`: then every prompt is encoded whole instead (`needles.plant` does so), slower and as exact.
+costs a tenth of that. The sum is exact when no token reaches across a cut. A cut is made only before a single space
+that follows and precedes ordinary characters, or before a control token, and only where two proofs hold for the
+tokenizer at hand: no vocabulary entry contains "<previous character><space>", so no merge can bridge the cut and the
+merges on either side are independent; and encoding every such pair of characters shows a token boundary there, so no
+pre-tokenizer rule bridges it. A last self-test compares a whole rendered conversation with the sum. A tokenizer or
+template that fails any of them is `additive = False`: then every prompt is encoded whole instead (`needles.plant` does
+so), slower and as exact.
 """
 
 import hashlib
@@ -318,7 +319,7 @@ class Ruler:
         return len(self.tokenizer.encode(_ANCHOR + text, add_special_tokens=False).ids) - self._anchor_count
 
     def find(self, messages: Sequence[Message], place: int, text: str) -> Span | None:
-        """Token range in the prompt of `text` within the content of message number `place`; None when it is not shown."""
+        """Token range in the prompt of `text` in the content of message number `place`; None when it is not shown."""
         begun = continues(messages)
         rendered = self.render(messages, add_generation_prompt=not begun, continue_final_message=begun)
         start = rendered.find(str(messages[place]["content"]).strip())

@@ -169,7 +169,7 @@ class Values:
                 size = f" of {digits} digits" if kind in ("number", "code") else ""
                 raise ValueSpaceError(
                     f"{conversations} conversations need {total:,} unique values of kind {kind}{size}; at most "
-                    f"{room:,} can be drawn (half of what there is): ask for fewer conversations or facts, or more digits"
+                    f"{room:,} can be drawn (half of what there is): fewer conversations or facts, or more digits"
                 )
 
     def next_conversation(self) -> None:

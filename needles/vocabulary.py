@@ -1,8 +1,8 @@
 """Words of the built-in prose, and the split that keeps training text and probes apart.
 
 Every list is cut in two by `split_words`: the indexer of the reference build is trained on `train`, the campaigns ask
-in `heldout`. No word here holds a digit, and none is a value word (`values.py`) or an entity name, so no filler sentence
-can contain, contradict or overwrite a planted value.
+in `heldout`. No word here holds a digit, and none is a value word (`values.py`) or an entity name, so no filler
+sentence can contain, contradict or overwrite a planted value.
 """
 
 from typing import Literal
