@@ -22,7 +22,7 @@ INDEXER = [f for f in catalogue("indexer") if f.name != "compressor-tail"]
 def activations(tokens: int, entry: Fault) -> Activations:
     given = synthetic(
         PRESET, tokens, generator=torch.Generator().manual_seed(tokens), queries=4, outlier_channels=4,
-        crowding=24.0 if entry.name == "topk-overflow" else 0.0,
+        crowding=100.0 if entry.name == "topk-overflow" else 0.0,
     )  # fmt: skip
     if entry.name == "fnuz-misread":
         # 0x80 bytes come from values that round to -0: one key in twenty holds one, as reported
