@@ -182,7 +182,9 @@ class Journal:
         self._asked[file] += 1
         ticket = self._asked[file]
         # Shielded: a task cancelled here must not leave the lock while the thread still writes.
-        await asyncio.shield(self._flush(file, ticket))
+        flush = asyncio.ensure_future(self._flush(file, ticket))
+        flush.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when nobody awaits it
+        await asyncio.shield(flush)
 
     async def _flush(self, file: _AppendFile, ticket: int) -> None:
         async with self._locks[file]:

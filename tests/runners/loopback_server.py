@@ -2,10 +2,10 @@
 
     python tests/runners/loopback_server.py --port 8000 --faults faults.json --seen seen.jsonl --forget 0.3
 
-It finds the planted sentences in the prompt ("The <attribute> of <name> is <value>.") and completes the begun answer
-from them, so that recall is perfect unless `--forget` makes it lose a share of facts (by hash: always the same ones).
-prompt_tokens is the number of white-space words of all messages. Every request is written to `--seen` on arrival.
-`--faults` maps a number of request (by arrival) or "*"-suffixed words of the question to a fault name.
+It finds the planted sentences in the prompt and completes the begun answer ("The code of Ada is") from them, so that
+recall is perfect unless `--forget` makes it lose a share of facts (by hash: always the same ones). prompt_tokens is
+the number of words of all messages, or with `--model-folder` the exact count under its template. Every request is
+written to `--seen` on arrival. `--faults` maps a request (number of arrival, hash of its text, or "*") to a fault.
 """
 
 import argparse
@@ -35,6 +35,16 @@ class Loopback:
         self.faults: dict[str, str] = json.loads(Path(options.faults).read_text()) if options.faults else {}
         self.reset_done: set[str] = set()
         self.rng = random.Random(options.seed)
+        self.count = self.count_words
+        if options.model_folder:
+            from longrecall.needles.render import Ruler
+
+            ruler = Ruler.from_folder(options.model_folder)
+            self.count = ruler.prompt_tokens
+
+    @staticmethod
+    def count_words(messages: Any) -> int:
+        return sum(len(message["content"].split()) for message in messages)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -127,13 +137,18 @@ class Loopback:
     def recall(self, text: str, question: str) -> str:
         subject = question.strip()
         digest = int(hashlib.sha256(subject.encode()).hexdigest(), 16) % 1000 / 1000
-        found = re.search(re.escape(subject) + r" (\d+)\.", text[: text.rfind(question)])
+        name = re.search(r"of (\w+) is$", subject)
+        found = None
+        for sentence in re.split(r"[.?!\n]", text[: text.rfind(question)]):
+            value = re.search(r"\b\d{5}\b", sentence)
+            if name and value and re.search(rf"\b{name.group(1)}\b", sentence):
+                found = value.group()
         if digest < self.options.forget or not found:
             return " not something I know."
-        return f" {found.group(1)}."
+        return f" {found}."
 
     def completion(self, text: str, body: dict[str, Any], reply: str) -> dict[str, Any]:
-        words = len(text.split())
+        words = self.count(body["messages"])
         prefix = "\n".join(message["content"] for message in body["messages"][:-2])
         cached = len(prefix.split()) if prefix in self.prefixes and "cache_salt" not in body else 0
         self.prefixes.add(prefix)
@@ -202,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
     made.add_argument("--port", type=int, required=True)
     made.add_argument("--faults")
+    made.add_argument("--model-folder")
     made.add_argument("--seen")
     made.add_argument("--info", default="{}")
     made.add_argument("--forget", type=float, default=0.0)

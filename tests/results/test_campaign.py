@@ -1,0 +1,374 @@
+"""The whole of `longrecall eval` against real servers on loopback: verdicts, resume, exit codes, bad input."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from longrecall.results import run_folder
+from longrecall.results.campaign import CampaignError, Options, Watcher, exit_code, run_campaign
+from longrecall.results.eval_command import parse_fail_on, parse_rungs
+from longrecall.runners import builds, engines
+from longrecall.runners.journal import key_of
+from longrecall.runners.processes import HeldPort, Server, stop_all
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOOPBACK = ROOT / "tests" / "runners" / "loopback_server.py"
+BUILDS = {"base": 0.0, "same": 0.0, "forgetful": 0.5, "known-bad": 0.9, "noop": 0.0}
+RUNGS = "300,450"
+PROBES = 4
+CONVERSATIONS = 26
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder whose tokenizer makes every word one token."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?[^\s]+|\s"), "isolated")
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<s>", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    (folder / "few.toml").write_text(
+        f'name = "few"\nanswer_prefix = true\n[[elements]]\nkind = "keys"\ncount = {PROBES}\ndistractors = 3\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model: Path) -> Iterator[Callable[..., dict[str, Server]]]:
+    servers: dict[str, Server] = {}
+
+    def start(*args: str) -> dict[str, Server]:
+        env = os.environ | {"PYTHONPATH": str(ROOT / ".ns")}
+        for name, forget in BUILDS.items():
+            command = [sys.executable, str(LOOPBACK), "--port", "{port}", "--model-folder", str(model),
+                       "--forget", str(forget), "--seen", str(tmp_path / f"seen-{name}"), *args]  # fmt: skip
+            servers[name] = Server(name, command, env, tmp_path / f"server-{name}", HeldPort())
+            servers[name].start()
+        import asyncio
+
+        async def ready() -> None:
+            await asyncio.gather(*(server.wait_ready(30.0) for server in servers.values()))
+
+        asyncio.run(ready())
+        return servers
+
+    yield start
+    stop_all(list(servers.values()))
+
+
+@pytest.fixture
+def patchset(tmp_path: Path, serve: Callable[..., dict[str, Server]]) -> Path:
+    return write_patchset(tmp_path, {name: server.url for name, server in serve().items()})
+
+
+def write_patchset(folder: Path, urls: dict[str, str]) -> Path:
+    roles = {"known-bad": "positive-control", "noop": "negative-control"}
+    text = f'name = "demo"\nengine = "openai"\nsource = "{urls["base"]}"\nonset_tokens = 512\n'
+    for name in BUILDS:
+        if name != "base":
+            role = roles.get(name, "suspect")
+            text += f'[[patch]]\nid = "{name}"\nrole = "{role}"\nendpoint = "{urls[name]}"\n'
+    path = folder / "demo.toml"
+    path.write_text(text)
+    return path
+
+
+def command(patchset: Path, model: Path, runs: Path, *args: str) -> list[str]:
+    return [sys.executable, "-m", "longrecall.results.main", "eval", str(patchset), "--model-folder", str(model),
+            "--runs-dir", str(runs), "--recipe", str(model / "few.toml"), "--rungs", RUNGS,
+            "--conversations", str(CONVERSATIONS), *args]  # fmt: skip
+
+
+ENV = os.environ | {"PYTHONPATH": str(ROOT / ".ns")}
+
+
+def run(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_the_forgetful_build_is_convicted_and_the_same_one_exonerated(
+    patchset: Path, model: Path, tmp_path: Path
+) -> None:
+    done = run(command(patchset, model, tmp_path / "runs", "--fail-on", "culprit"))
+    assert done.returncode == 1, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["verdicts"] == {
+        "same": "exonerated", "forgetful": "culprit", "known-bad": "culprit", "noop": "exonerated"
+    }  # fmt: skip
+    assert line["controls"] == {"aa": True, "positive": True, "negative": True} and line["partial"] is False
+    assert "first conviction after" in done.stderr and "known-bad" in done.stderr
+    run_dir = Path(line["run_dir"])
+    for name in ("campaign.json", "conversations.parquet", "replays.jsonl", "scores.parquet", "report.json",
+                 "report.md", "report.html", "timing.json"):  # fmt: skip
+        assert (run_dir / name).stat().st_size > 0, name
+    campaign = run_folder.load_campaign(run_dir)
+    replays = run_folder.load_replays(run_dir)
+    assert len(replays) == len({key_of(replay) for replay in replays}) == 6 * CONVERSATIONS * PROBES * 2
+    assert all(replay.response.error is None for replay in replays)
+    assert campaign.onset_tokens == 512 and len(campaign.builds) == 6
+    assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
+
+
+def test_killed_with_9_and_run_again_the_verdicts_are_the_same_and_nothing_is_doubled(
+    tmp_path: Path, model: Path, serve: Callable[..., dict[str, Server]]
+) -> None:
+    servers = serve("--delay", "0.004")
+    patchset = write_patchset(tmp_path, {name: server.url for name, server in servers.items()})
+    argv = command(patchset, model, tmp_path / "runs")
+    for answers in (100, 600):
+        process = subprocess.Popen(argv, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 100
+        while journal_lines(tmp_path / "runs") < answers and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.005)
+        assert process.poll() is None, "it was done before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    kept = (run_dir / "replays.jsonl").read_bytes()
+    done = run(argv)
+    assert done.returncode == 0, done.stderr
+    assert "going on with" in done.stderr and "were in flight when the run was broken off" in done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert Path(line["run_dir"]) == run_dir and list((tmp_path / "runs").iterdir()) == [run_dir]
+    assert (run_dir / "replays.jsonl").read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    replays = run_folder.load_replays(run_dir)
+    assert len(replays) == len({key_of(replay) for replay in replays}) == 6 * CONVERSATIONS * PROBES * 2
+    sent = sum(len((tmp_path / f"seen-{name}").read_text().splitlines()) for name in BUILDS)
+    in_flight_most = 2 * 2 * 4 * PROBES  # kills x builds asked at once x conversations x probes
+    assert 0 <= sent - len(replays) <= in_flight_most
+    whole = run([*argv, "--fresh"])
+    fresh = json.loads(whole.stdout.splitlines()[-1])
+    assert fresh["verdicts"] == line["verdicts"] and fresh["controls"] == line["controls"]
+    assert evidence(Path(fresh["run_dir"])) == evidence(run_dir)
+
+
+def evidence(run_dir: Path) -> dict[str, Any]:
+    """report.json without what names the run and the hour."""
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return {key: value for key, value in report.items() if key not in ("run_id", "created", "timing")}
+
+
+def journal_lines(runs: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in runs.glob("*/replays.jsonl"))
+
+
+def test_sigterm_ends_it_in_order_and_says_how_to_go_on(
+    tmp_path: Path, model: Path, serve: Callable[..., dict[str, Server]]
+) -> None:
+    servers = serve("--delay", "0.01")
+    patchset = write_patchset(tmp_path, {name: server.url for name, server in servers.items()})
+    argv = command(patchset, model, tmp_path / "runs")
+    process = subprocess.Popen(argv, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while journal_lines(tmp_path / "runs") < 50 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.terminate()
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert "interrupted by SIGTERM" in stderr and "the same command goes on" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["--rungs", "400,4oo"], 2, "--rungs '400,4oo': '4oo' is not a length in tokens"),
+        (["--rungs", "800,500"], 2, "lengths must increase"),
+        (["--rungs", "60"], 2, "60"),
+        (["--fail-on", "guilty"], 2, "'guilty' is none of culprit, inconclusive"),
+        (["--only", "nobody"], 2, "no patch 'nobody'"),
+        (["--recipe", "nothing"], 2, "nothing"),
+        (["--model-folder", "/no/such/folder"], 2, "/no/such/folder: no model folder"),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_leaves_nothing(
+    tmp_path: Path, model: Path, args: list[str], code: int, said: str
+) -> None:
+    patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, "http://127.0.0.1:9"))
+    done = run(command(patchset, model, tmp_path / "runs", *args))
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("longrecall: error: ")]
+    assert len(errors) == 1 and said in errors[0] and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dead_port_is_one_message_and_exit_3(tmp_path: Path, model: Path) -> None:
+    held = HeldPort()
+    patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, f"http://127.0.0.1:{held.port}"))
+    done = run(command(patchset, model, tmp_path / "runs"))
+    held.release()
+    assert done.returncode == 3
+    assert f"build base: nobody answers at http://127.0.0.1:{held.port}" in done.stderr.splitlines()[-1]
+
+
+def test_an_endpoint_that_is_something_else_is_named(tmp_path: Path, model: Path) -> None:
+    page = subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert page.stdout is not None
+        port = page.stdout.readline().split(" port ")[1].split()[0]
+        patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, f"http://127.0.0.1:{port}"))
+        done = run(command(patchset, model, tmp_path / "runs"))
+    finally:
+        page.kill()
+        page.wait()
+    assert done.returncode == 3
+    assert "is not an OpenAI-compatible server: /v1/models answered 404" in done.stderr
+
+
+def test_a_full_disk_keeps_what_was_answered_and_the_same_command_goes_on(
+    patchset: Path, model: Path, tmp_path: Path
+) -> None:
+    argv = command(patchset, model, tmp_path / "runs")
+
+    def small_disk() -> None:
+        # The largest file a process may write: the journal hits it as it would hit the end of a disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+
+    done = run(argv, preexec_fn=small_disk)
+    assert done.returncode == 3, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("longrecall: error: ") and "cannot be written: File too large" in last
+    assert "Traceback" not in done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    kept = (run_dir / "replays.jsonl").read_bytes()
+    assert kept.endswith(b"\n") and 100 < kept.count(b"\n")
+    again = run(argv)
+    assert again.returncode == 0, again.stderr
+    assert (run_dir / "replays.jsonl").read_bytes().startswith(kept)
+
+
+class LoopbackEngine(engines.Engine):
+    """Launches the loopback server as a build of the reference source."""
+
+    def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
+        return (sys.executable, str(LOOPBACK), "--port", "{port}", "--model-folder", str(folder), *args)
+
+
+@pytest.fixture
+def launched(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Options]:
+    monkeypatch.setenv("LONGRECALL_CACHE", str(tmp_path / "cache"))
+    engine = LoopbackEngine(
+        name="loopback", launches=True, source_folders=("needles",),
+        capabilities=engines.Capabilities(server_info=True), volatile=("pid",),
+    )  # fmt: skip
+    # As base source, what the loopback server itself imports.
+    source = tmp_path / "source" / "needles"
+    source.mkdir(parents=True)
+    for name in ("render.py", "schema.py"):
+        shutil.copy(ROOT / "needles" / name, source)
+    monkeypatch.setattr(builds, "ROOT", tmp_path / "source")
+    monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "loopback": engine})
+
+    def options(patches: str) -> Options:
+        path = tmp_path / "launched.toml"
+        path.write_text(f'name = "launched"\nengine = "loopback"\n{patches}')
+        return Options(
+            patchset=path, model_folder=model, rungs=(300, 450), conversations=3,
+            recipe=str(model / "few.toml"), runs_dir=tmp_path / "runs"
+        )  # fmt: skip
+
+    return options
+
+
+BAD = '[[patch]]\nid = "bad"\nrole = "positive-control"\nargs = ["--forget", "0.9"]\n'
+
+
+class Notes(Watcher):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def our_children() -> set[str]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"loopback_server.py" in stat.read_bytes():
+                found.add(stat.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_launched_builds_are_recorded_with_what_they_say_and_all_ended(launched: Callable[..., Options]) -> None:
+    before = our_children()
+    outcome = run_campaign(launched(BAD), Watcher())
+    assert our_children() <= before
+    campaign = run_folder.load_campaign(outcome.run_dir)
+    for build in campaign.builds:
+        assert build.manifest is not None and build.manifest.server_info is not None
+        assert build.manifest.server_info["engine"] == "loopback"
+        assert (outcome.run_dir / "builds" / build.build_id / "manifest.json").is_file()
+        assert (outcome.run_dir / "builds" / build.build_id / "server.log").is_file()
+    assert outcome.gone == {} and not outcome.report.partial
+    assert exit_code(outcome.report, frozenset(), outcome.gone) == 3, "3 conversations cannot pass the controls"
+
+
+def test_a_server_that_says_it_is_something_else_is_refused(launched: Callable[..., Options]) -> None:
+    other = '[[patch]]\nid = "other"\nargs = ["--info", \'{"backend": "dense"}\']\n'
+    with pytest.raises(
+        ValueError, match=r"by more than the named patch(?s:.*)other: server_info backend: base \(absent\)"
+    ):
+        run_campaign(launched(other), Watcher())
+
+
+def test_a_server_that_dies_at_start_is_one_message_with_its_log(launched: Callable[..., Options]) -> None:
+    before = our_children()
+    with pytest.raises(RuntimeError, match=r"build broken: the server ended with code 9(?s:.*)cannot load the weights"):
+        run_campaign(launched('[[patch]]\nid = "broken"\nargs = ["--exit-at-start", "9"]\n'), Watcher())
+    assert our_children() <= before
+
+
+def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on(
+    launched: Callable[..., Options],
+) -> None:
+    dying = launched('[[patch]]\nid = "dying"\nargs = ["--die-after", "10"]\n')
+    notes = Notes()
+    outcome = run_campaign(dying, notes)
+    assert list(outcome.gone) == ["dying"] and outcome.report.partial
+    assert exit_code(outcome.report, frozenset(), outcome.gone) == 3
+    asked = {missing.build: missing.n_asked for missing in outcome.report.missing}
+    assert asked["base"] == asked["base-again"] == 3 * PROBES * 2 and 0 < asked["dying"] <= 10
+    again = run_campaign(dying, notes)
+    assert again.run_dir == outcome.run_dir
+    assert {m.build: m.n_asked for m in again.report.missing}["dying"] > asked["dying"]
+
+
+def test_another_campaign_cannot_be_put_into_a_run_folder(launched: Callable[..., Options]) -> None:
+    from dataclasses import replace
+
+    options = launched(BAD)
+    outcome = run_campaign(options, Watcher())
+    with pytest.raises(CampaignError, match="holds another campaign"):
+        run_campaign(replace(options, run_dir=outcome.run_dir, seed=5), Watcher())
+
+
+def test_a_finished_run_is_not_gone_on_with(launched: Callable[..., Options]) -> None:
+    first = run_campaign(launched(BAD), Watcher())
+    second = run_campaign(launched(BAD), Watcher())
+    assert first.run_dir != second.run_dir or not first.report.partial
+
+
+def test_lengths_may_be_written_in_k() -> None:
+    assert parse_rungs("448, 1K,2k") == (448, 1024, 2048)
+    assert parse_fail_on("culprit, inconclusive") == {"culprit", "inconclusive"} and parse_fail_on("") == frozenset()
