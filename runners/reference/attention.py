@@ -12,8 +12,11 @@ from torch import Tensor
 
 from longrecall.runners.reference.cache import Block, SequenceCache
 
-ROWS_PER_JOB = 256
-"""Query rows of one call on one long sequence: a window of 512 then wastes a third of the keys it touches, not more."""
+WINDOW_ROWS = 128
+"""Query rows of one call of a windowed layer: it touches 640 keys of which each row uses 512."""
+
+FULL_ROWS = 256
+"""Query rows of one call of a full-attention layer: a causal block wastes half of its own square, no more."""
 
 JOINT_ROWS = 640
 """Most query rows of several branches attended together; each also masks the others' tails away."""
@@ -45,8 +48,10 @@ class Job:
     base_end: int
     tails: list[tuple[Member, int, int]]
     """Rows [start, end) of each member's own block."""
-    mask: Tensor | None
+    mask: Tensor
     """fp32 [rows, keys], 0 or -inf."""
+    wide_mask: Tensor
+    """The same for [rows * heads, keys]."""
     tail_columns: list[int] = field(default_factory=list)
     """Where each of `tails` begins among the keys."""
 
@@ -71,7 +76,7 @@ def group_members(members: list[Member]) -> list[list[Member]]:
             and member.cache.base is not None
             and last[0].cache.base is member.cache.base
             and last[0].cache.base_length == member.cache.base_length
-            and max(m.cache.tail_length + m.tokens for m in (last[0], member)) <= ROWS_PER_JOB
+            and max(m.cache.tail_length + m.tokens for m in (last[0], member)) <= FULL_ROWS
             and sum(m.tokens for m in last) + member.tokens <= JOINT_ROWS
         )
         if joint:
@@ -89,24 +94,24 @@ def _mask(q_positions: Tensor, q_owner: Tensor, k_positions: Tensor, k_owner: Te
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def plan_jobs(groups: list[list[Member]], window: int | None, device: torch.device) -> list[Job]:
+def plan_jobs(groups: list[list[Member]], window: int | None, heads: int, device: torch.device) -> list[Job]:
     """The calls that attend every row; `window` None: to everything before it. Call before the caches are extended."""
     jobs = []
     for group in groups:
-        blocks = [group] if len(group) > 1 else _split(group[0])
+        blocks = [group] if len(group) > 1 else _split(group[0], FULL_ROWS if window is None else WINDOW_ROWS)
         for members in blocks:
-            jobs.append(_job(members, window, device))
+            jobs.append(_job(members, window, heads, device))
     return jobs
 
 
-def _split(member: Member) -> list[list[Member]]:
+def _split(member: Member, size: int) -> list[list[Member]]:
     return [
-        [Member(member.cache, member.row + at, min(ROWS_PER_JOB, member.tokens - at), member.start + at)]
-        for at in range(0, member.tokens, ROWS_PER_JOB)
+        [Member(member.cache, member.row + at, min(size, member.tokens - at), member.start + at)]
+        for at in range(0, member.tokens, size)
     ]
 
 
-def _job(members: list[Member], window: int | None, device: torch.device) -> Job:
+def _job(members: list[Member], window: int | None, heads: int, device: torch.device) -> Job:
     first = members[0]
     reach = 0 if window is None else max(0, min(m.start for m in members) - window + 1)
     base_length = first.cache.base_length
@@ -136,6 +141,7 @@ def _job(members: list[Member], window: int | None, device: torch.device) -> Job
         base_end=base_length,
         tails=tails,
         mask=mask,
+        wide_mask=mask.repeat_interleave(heads, 0),
         tail_columns=tail_columns,
     )
 
@@ -148,7 +154,6 @@ def columns_of(job: Job, member_number: int, selected: Tensor) -> Tensor:
 
 def selection_mask(job: Job, selected: Tensor) -> Tensor:
     """fp32 [rows, keys] that admits exactly the selected positions [rows, K] of each row."""
-    assert job.mask is not None
     keys = job.mask.shape[1]
     mask = torch.full((job.rows, keys + 1), float("-inf"), device=selected.device)
     row = 0
@@ -160,13 +165,11 @@ def selection_mask(job: Job, selected: Tensor) -> Tensor:
     return mask[:, :keys]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q [rows, H, D], k and v [keys, D] shared by all heads, mask fp32 [rows, keys] → [rows, H, D]."""
-    rows, heads, dim = q.shape
+def attend(q: Tensor, k: Tensor, v: Tensor, wide_mask: Tensor, scale: float) -> Tensor:
+    """q [rows, H, D], k and v [keys, D] shared by all heads, fp32 mask [rows * H, keys] → [rows, H, D]."""
     # all heads as one long list of queries: the one key head is then packed once, not once per head
-    flat = q.reshape(1, 1, rows * heads, dim)
-    wide = mask.repeat_interleave(heads, 0)[None, None]
+    mask = wide_mask.to(q.dtype) if q.is_cuda else wide_mask
     out = F.scaled_dot_product_attention(
-        flat, k[None, None], v[None, None], attn_mask=wide.to(q.dtype) if q.is_cuda else wide, scale=scale
+        q.reshape(1, 1, -1, q.shape[-1]), k[None, None], v[None, None], attn_mask=mask[None, None], scale=scale
     )
-    return out.view(rows, heads, dim)
+    return out.view(q.shape)

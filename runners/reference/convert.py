@@ -25,7 +25,7 @@ from torch import Tensor
 
 from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the folder's name: raise it when this file makes other weights."""
 
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -126,6 +126,19 @@ def _hyper_connection(config: ReferenceConfig, generator: torch.Generator) -> di
     return {"fn": fn, "base": base, "scale": torch.tensor([1.0, 0.5, 0.5])}
 
 
+def paired(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows i and i + D/2 of each head made neighbours: rope turns them together, as one complex product.
+
+    Queries and keys are reordered alike; their dot products do not change.
+    """
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def unpaired(rows: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `paired`."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def convert(raw: dict[str, Tensor], config: ReferenceConfig) -> dict[str, Tensor]:
     """The tensors of model.safetensors from those of the GGUF (`_gguf_tensors`)."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -136,10 +149,11 @@ def convert(raw: dict[str, Tensor], config: ReferenceConfig) -> dict[str, Tensor
     for layer in range(config.num_hidden_layers):
         b, prefix = f"blk.{layer}.", f"model.layers.{layer}."
         qkv = [raw[b + f"attn_{name}.weight"] for name in ("q", "k", "v")]
+        qkv[:2] = [paired(rows, config.head_dim) for rows in qkv[:2]]
         out[prefix + "self_attn.qkv_proj.weight"] = torch.cat(qkv).bfloat16()
         out[prefix + "self_attn.o_proj.weight"] = raw[b + "attn_output.weight"].bfloat16()
-        out[prefix + "self_attn.q_norm.weight"] = raw[b + "attn_q_norm.weight"]
-        out[prefix + "self_attn.k_norm.weight"] = raw[b + "attn_k_norm.weight"]
+        out[prefix + "self_attn.q_norm.weight"] = paired(raw[b + "attn_q_norm.weight"], config.head_dim)
+        out[prefix + "self_attn.k_norm.weight"] = paired(raw[b + "attn_k_norm.weight"], config.head_dim)
         out[prefix + "input_layernorm.weight"] = raw[b + "attn_norm.weight"]
         out[prefix + "post_attention_layernorm.weight"] = raw[b + "post_attention_norm.weight"]
         out[prefix + "pre_feedforward_layernorm.weight"] = raw[b + "ffn_norm.weight"]

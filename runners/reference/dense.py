@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longrecall.runners.reference.config import ReferenceConfig
+from longrecall.runners.reference.convert import unpaired
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(layer, h [B, T, C], q [B, H, T, D], k [B, T, D], v [B, T, D]) → [B, H, T, D] for the full-attention layers."""
@@ -132,7 +133,7 @@ def fold_experts(weights: dict[str, Tensor], config: ReferenceConfig) -> dict[st
     for layer in range(config.num_hidden_layers):
         b, p = f"blk.{layer}.", f"model.layers.{layer}."
         q, k, v = weights[p + "self_attn.qkv_proj.weight"].split([heads * dim, dim, dim])
-        raw |= {b + "attn_q.weight": q, b + "attn_k.weight": k, b + "attn_v.weight": v}
+        raw |= {b + "attn_q.weight": unpaired(q, dim), b + "attn_k.weight": unpaired(k, dim), b + "attn_v.weight": v}
         shared = weights[p + "mlp.shared_experts.gate_up_proj.weight"].float()
         routed = weights[p + "mlp.experts.w13_weight"].float().mean(0)
         shared_gate, shared_up = shared.chunk(2)
@@ -148,12 +149,12 @@ def fold_experts(weights: dict[str, Tensor], config: ReferenceConfig) -> dict[st
         raw |= {b + "ffn_gate.weight": gate, b + "ffn_up.weight": up, b + "ffn_down.weight": down}
         for ours, theirs in (
             ("self_attn.o_proj", "attn_output"),
-            ("self_attn.q_norm", "attn_q_norm"),
-            ("self_attn.k_norm", "attn_k_norm"),
             ("input_layernorm", "attn_norm"),
             ("post_attention_layernorm", "post_attention_norm"),
             ("pre_feedforward_layernorm", "ffn_norm"),
             ("post_feedforward_layernorm", "post_ffw_norm"),
         ):
             raw[f"{b}{theirs}.weight"] = weights[f"{p}{ours}.weight"]
+        for name in ("q_norm", "k_norm"):
+            raw[f"{b}attn_{name}.weight"] = unpaired(weights[f"{p}self_attn.{name}.weight"], dim)
     return raw

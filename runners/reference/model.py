@@ -32,10 +32,10 @@ from longrecall.runners.reference.attention import (
 )
 from longrecall.runners.reference.cache import SequenceCache
 from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelError
-from longrecall.runners.reference.indexer import Indexer, apply_rope, load_indexers
+from longrecall.runners.reference.indexer import Indexer, load_indexers
 from longrecall.runners.reference.interface import Chunk
 from longrecall.runners.reference.interface import SequenceCache as CacheProtocol
-from longrecall.runners.reference.moe import ReferenceMoE
+from longrecall.runners.reference.moe import ReferenceMoE, inverse_rms
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class _Rope:
         inverse = theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
         angles = positions.float()[:, None] * inverse
         self.cos, self.sin = angles.cos(), angles.sin()
+        self.turn = torch.complex(self.cos, self.sin)
 
 
 @dataclass
@@ -72,7 +73,14 @@ class _Batch:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """fp32 RMSNorm over the last dimension; `weight` is the whole factor (Gemma's 1 + w)."""
-    return x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_() * weight
+    return (x * inverse_rms(x, eps)).mul_(weight)
+
+
+def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """Rope of contiguous fp32 x [T, N, D] whose dimensions lie in pairs, in place; turn complex [T, D/2]."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs.mul_(turn[:, None])
+    return x
 
 
 class _Layer:
@@ -117,7 +125,7 @@ class _Layer:
         rope = batch.rope_global if self.indexer else batch.rope_local
         qkv = F.linear(h, self.qkv)
         qk = rms_norm(qkv[:, : (heads + 1) * dim].float().view(-1, heads + 1, dim), self.qk_norm, c.rms_norm_eps)
-        qk = apply_rope(qk, rope.cos, rope.sin).to(h.dtype)
+        qk = rotate_pairs(qk, rope.turn).to(h.dtype)
         q, k, v = qk[:, :heads], qk[:, heads], qkv[:, (heads + 1) * dim :]
         index_k = self.indexer.keys(h, batch.rope_index.cos, batch.rope_index.sin) if self.indexer else None
         for member in batch.members:
@@ -133,9 +141,8 @@ class _Layer:
         if self.indexer is None:
             for job in batch.jobs_local:
                 rows = slice(job.row, job.row + job.rows)
-                assert job.mask is not None
                 keys, values = job.gather("k", self.layer_id), job.gather("v", self.layer_id)
-                out[rows] = attend(q[rows], keys, values, job.mask, self.scale)
+                out[rows] = attend(q[rows], keys, values, job.wide_mask, self.scale)
         else:
             self._selected_attention(q, h, out, batch)
         return F.linear(out.reshape(-1, heads * dim), self.o)
@@ -165,8 +172,9 @@ class _Layer:
                 out[rows] = attended.out
                 continue
             last = int(job.positions.max()) + 1
-            assert job.mask is not None
-            mask = job.mask if selected is None or last <= self.indexer.topk else selection_mask(job, selected)
+            mask = job.wide_mask
+            if selected is not None and last > self.indexer.topk:
+                mask = selection_mask(job, selected).repeat_interleave(q.shape[1], 0)
             out[rows] = attend(q[rows], keys, values, mask, self.scale)
         if batch.indexer_topk is not None:
             batch.indexer_topk.append(torch.cat(captured))
@@ -176,7 +184,7 @@ class _Layer:
         rows = slice(member.row, member.row + member.tokens)
         keys = member.cache.index_keys(self.index_slot, member.start + member.tokens)
         visible = torch.arange(member.start + 1, member.start + member.tokens + 1, device=index_q.device)
-        return self.indexer.select(index_q[rows], keys.float(), weights[rows], visible)
+        return self.indexer.select(index_q[rows].to(keys.dtype), keys, weights[rows], visible)
 
 
 class ReferenceModel:
@@ -291,8 +299,8 @@ class ReferenceModel:
             rope_global=_Rope(positions, c.head_dim, c.rope_theta),
             rope_local=_Rope(positions, c.head_dim, c.rope_local_theta),
             rope_index=_Rope(positions, c.index_rope_dim, c.rope_theta),
-            jobs_global=plan_jobs(groups, None, self.device),
-            jobs_local=plan_jobs(groups, c.sliding_window, self.device),
+            jobs_global=plan_jobs(groups, None, c.num_attention_heads, self.device),
+            jobs_local=plan_jobs(groups, c.sliding_window, c.num_attention_heads, self.device),
             decode=decode,
             indexer_topk=[] if self.capture_indexer_topk else None,
         )

@@ -16,6 +16,11 @@ from longrecall.kernels.moe import hash_topk, moe_sum_reduce, topk
 from longrecall.runners.reference.config import ReferenceConfig
 
 
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean(x^2) + eps) over the last dimension of fp32 x, kept as a dimension of 1."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 class HashTopK:
     """Experts by token id from a table; weights still from the gate."""
 
@@ -68,8 +73,14 @@ class TopK:
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """W_d (gelu_tanh(W_g x) * W_u x) with gate_up [2F, C] (gate first), down [C, F]."""
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.linear(F.gelu(gate, approximate="tanh") * up, down)
+    gate, up = gate_up.chunk(2)
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x):
+        # oneDNN applies the activation and the product to a GEMM's result in cache: gelu alone costs as much as a GEMM
+        h = torch.ops.mkldnn._linear_pointwise(x, gate, None, "gelu", [], "tanh")
+        h = torch.ops.mkldnn._linear_pointwise.binary(x, h, up, None, "mul")
+    else:
+        h = F.gelu(F.linear(x, gate), approximate="tanh") * F.linear(x, up)
+    return F.linear(h, down)
 
 
 class ReferenceMoE:
@@ -112,9 +123,9 @@ class ReferenceMoE:
             if count:
                 parts.append(gated_mlp(gathered[start : start + count], self.w13[expert], self.w2[expert]))
             start += count
-        out = torch.empty_like(gathered)
-        out[order] = torch.cat(parts)
-        return out.view(T, K, -1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return torch.cat(parts).index_select(0, place).view(T, K, -1)
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """The layer's FFN output after Gemma's post-FFN norm, fp32 [T, C]."""
@@ -126,5 +137,4 @@ class ReferenceMoE:
 
         applied = topk_weights.sum(-1, keepdim=True) * self.routed_scaling_factor
         nominal = torch.addcmul(shared, routed, self.config.trained_routed_scaling_factor / applied)
-        inverse_rms = nominal.square_().mean(-1, keepdim=True).add_(self.config.rms_norm_eps).rsqrt_()
-        return (shared + routed) * inverse_rms * self.norm_weight
+        return routed.add_(shared).mul_(inverse_rms(nominal, self.config.rms_norm_eps)).mul_(self.norm_weight)
