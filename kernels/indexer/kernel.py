@@ -388,7 +388,6 @@ def _repair_kernel(
         digits = tl.arange(0, 256)
         prefix = tl.zeros((), tl.uint32)
         need = tl.minimum(K, visible)
-        found = need
         shift = tl.full((), 24, tl.uint32)
         for step in range(4):
             histogram = tl.zeros((256,), tl.int32)
@@ -402,8 +401,7 @@ def _repair_kernel(
                 digit = ((code >> shift) & 255).to(tl.int32)
                 histogram += tl.histogram(digit, 256, mask=alive)
             if step == 0:
-                found = tl.minimum(need, tl.sum(histogram))
-                need = found
+                need = tl.minimum(need, tl.sum(histogram))
             from_top = tl.sum(histogram) - tl.cumsum(histogram, 0) + histogram  # members with digit >= this one
             digit = tl.max(tl.where(from_top >= need, digits, 0))
             need = need - tl.sum(tl.where(digits > digit, histogram, 0))
@@ -419,7 +417,6 @@ def _repair_kernel(
             code = _sortable(s)
             tied = (alive & (code == prefix)).to(tl.int32)
             take = (alive & (code > prefix)) | ((tied != 0) & (ties + tl.cumsum(tied, 0) <= need))
-            take = take & (found > 0)
             counted = take.to(tl.int32)
             place = taken + tl.cumsum(counted, 0) - 1
             tl.store(base + place, key, mask=take & (place < K))

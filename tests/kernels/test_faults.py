@@ -32,10 +32,18 @@ def activations(tokens: int, entry: Fault) -> Activations:
     return given
 
 
+def healthy_build(entry: Fault) -> Pipeline:
+    if entry.name == "fnuz-misread":
+        return replace(HEALTHY, rotate="none")
+    if entry.name == "topk-overflow":  # fp8 rounding of the shared part would spread the crowd again
+        return replace(HEALTHY, key_format="fp32")
+    return HEALTHY
+
+
 def lost(tokens: int, entry: Fault, generator: torch.Generator | None = None) -> tuple[float, float]:
     """Set recall against the healthy fp8 build, and needle hits lost to it."""
     given = activations(tokens, entry)
-    base = HEALTHY if entry.name != "fnuz-misread" else replace(HEALTHY, rotate="none")
+    base = healthy_build(entry)
     healthy = select(given, base)
     broken = select(given, base.with_switch(entry.switch), generator=generator)
     hits = [float(measures.needle_hit(s, given.needles).mean()) for s in (healthy, broken)]
@@ -70,7 +78,7 @@ def test_it_grows_with_length_only_if_predicted(entry: Fault) -> None:
 @pytest.mark.parametrize("entry", INDEXER, ids=lambda f: f.name)
 def test_it_varies_from_run_to_run_only_if_predicted(entry: Fault) -> None:
     given = activations(FAR, entry)
-    pipeline = HEALTHY.with_switch(entry.switch)
+    pipeline = healthy_build(entry).with_switch(entry.switch)
     table = scores(given, pipeline)
     runs = [
         select(given, pipeline, index_scores=table, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)

@@ -1,0 +1,175 @@
+"""The Triton path, run by Triton's interpreter on a CPU; `gpu` tests run the same on a device, with bf16.
+
+The interpreter multiplies bf16 tiles as if they were integers, so bf16 keys are tested on a device alone.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+
+CHECK = """
+import torch
+from longrecall.kernels.indexer import indexer_logits_ref, kernel, select_topk
+
+DEVICE = torch.device("{device}")
+g = torch.Generator().manual_seed(0)
+
+
+def compare(
+    name, rows, heads, columns, dim, k, dtype, *, distinct=False, scaled=True, tie=False, nan=False, launch=None
+):
+    q = torch.randn(rows, heads, dim, generator=g)
+    keys = torch.randn(*((rows, columns) if distinct else (columns,)), dim, generator=g)
+    if tie:
+        keys = keys.sign()
+        q = q.sign()
+    weights = torch.randn(rows, heads, generator=g).round(decimals=1) if tie else torch.randn(rows, heads, generator=g)
+    visible = torch.randint(0, columns + 1, (rows,), generator=g, dtype=torch.int32)
+    visible[0] = columns
+    q, keys = q.to(dtype), keys.to(dtype)
+    scale = (torch.rand(keys.shape[:-1], generator=g) + 0.5) if scaled else None
+    if tie and scaled:
+        scale = scale.round() + 1
+    if nan:
+        scale[..., ::7] = torch.nan
+    q, keys, weights, visible = (x.to(DEVICE) for x in (q, keys, weights, visible))
+    scale = scale.to(DEVICE) if scaled else None
+    scores = indexer_logits_ref(q.float(), keys.float(), weights)
+    if scaled:
+        scores = scores * scale
+    got = kernel.topk_triton(q, keys, weights, k, visible=visible, scale=scale, launch=launch)
+    want = select_topk(scores.clone(), k, visible=visible)
+    sizes = (want >= 0).sum(1)
+    assert torch.equal((got >= 0).sum(1), sizes), (name, "sizes")
+    for row in range(rows):
+        mine, theirs = set(got[row, : sizes[row]].tolist()), set(want[row, : sizes[row]].tolist())
+        assert len(mine) == int(sizes[row]), (name, "not unique")
+        if mine != theirs:
+            kth = scores[row][want[row, : sizes[row]].long()].min()
+            gap = max(abs(float(scores[row, j] - kth)) for j in mine ^ theirs)
+            # sums in another order: 2e-7 of terms near 100, and fp8 products keep 13 bits on a tensor core
+            assert gap < (2e-3 if dtype == torch.float8_e4m3fn and DEVICE.type == "cuda" else 1e-4), (name, row, gap)
+    again = kernel.topk_triton(q, keys, weights, k, visible=visible, scale=scale, launch=launch)
+    assert torch.equal(again, got), (name, "not repeatable")
+    print("ok", name, flush=True)
+"""
+
+INTERPRETED = (
+    CHECK.format(device="cpu")
+    + """
+FP32, FP8 = torch.float32, torch.float8_e4m3fn
+small = kernel.Launch(queries=2, groups=1, keys=32, warps=4, stages=2, per_sm=1, tma=True)
+pair = kernel.Launch(queries=2, groups=2, keys=32, warps=4, stages=2, per_sm=1, tma=False)
+compare("fp32 shared", 3, 4, 1100, 32, 16, FP32, launch=small)
+compare("fp32 groups of two", 5, 4, 1100, 32, 16, FP32, launch=pair)
+compare("fp8 shared", 3, 4, 1100, 32, 16, FP8, launch=small)
+compare("fp8 own keys", 2, 4, 1100, 32, 16, FP8, distinct=True)
+compare("k that is no power of two", 2, 4, 700, 32, 11, FP32, launch=small)
+compare("ties take the lower index", 2, 4, 600, 32, 24, FP32, tie=True, launch=small)
+compare("nan is never taken", 2, 4, 600, 32, 24, FP32, nan=True, launch=small)
+"""
+)
+
+SELECTION = """
+import torch
+from longrecall.kernels.indexer import kernel, select_topk
+
+DEVICE = torch.device("{device}")
+g = torch.Generator().manual_seed(1)
+for name, rows, columns, k, make in [
+    ("small", 3, 700, 33, torch.randn),
+    ("streamed", 2, {columns}, 16, torch.randn),
+    ("one value, so the repair pass", 2, {columns}, 16, lambda *s, generator: torch.ones(*s)),
+    ("few values, so ties", 2, {columns}, 16, lambda *s, generator: torch.randn(*s, generator=generator).round()),
+]:
+    scores = make(rows, columns, generator=g)
+    scores[0, ::50] = torch.nan
+    scores[0, 1::50] = -torch.inf
+    visible = torch.tensor([columns, columns // 2, 5][:rows], dtype=torch.int32)
+    scores, visible = scores.to(DEVICE), visible.to(DEVICE)
+    want = select_topk(scores.clone(), k, visible=visible)
+    assert torch.equal(kernel.select_triton(scores, k, visible=visible), want), name
+    print("ok", name, flush=True)
+"""
+
+
+def run(script: str, *, interpret: bool) -> str:
+    """A process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT / ".ns"), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
+    environment.pop("TRITON_INTERPRET", None)
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+@needs_triton
+def test_fused_score_and_select_matches_the_reference_when_interpreted() -> None:
+    assert run(INTERPRETED, interpret=True).count("ok ") == 7
+
+
+@needs_triton
+def test_selection_alone_matches_the_reference_when_interpreted() -> None:
+    assert run(SELECTION.format(device="cpu", columns=9000), interpret=True).count("ok ") == 4
+
+
+ON_DEVICE = (
+    CHECK.format(device="cuda")
+    + """
+for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
+    for heads in (8, 32, 64):
+        compare(f"{dtype} {heads} heads", 37, heads, 20_000, 128, 512, dtype)
+    compare(f"{dtype} own keys", 5, 64, 20_000, 128, 512, dtype, distinct=True)
+    compare(f"{dtype} one query", 1, 64, 70_000, 128, 2048, dtype)
+    compare(f"{dtype} few keys", 3, 64, 600, 128, 512, dtype)
+compare("ties", 9, 64, 20_000, 128, 512, torch.bfloat16, tie=True)
+compare("nan", 9, 64, 20_000, 128, 512, torch.bfloat16, nan=True)
+"""
+)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_fused_score_and_select_matches_the_reference_on_a_device() -> None:
+    assert "ok nan" in run(ON_DEVICE, interpret=False)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_selection_alone_matches_the_reference_on_a_device() -> None:
+    assert run(SELECTION.format(device="cuda", columns=60_000), interpret=False).count("ok ") == 4
+
+
+@needs_triton
+def test_the_gpu_path_names_what_it_cannot_run() -> None:
+    from longrecall.kernels.indexer.kernel import topk_triton
+
+    q, keys, weights, visible = torch.zeros(1, 6, 128), torch.zeros(9, 128), torch.zeros(1, 6), torch.tensor([9])
+    with pytest.raises(ValueError, match="powers of two"):
+        topk_triton(q, keys, weights, 4, visible=visible)
+    with pytest.raises(ValueError, match="one dtype"):
+        topk_triton(q[:, :4], keys.bfloat16(), weights[:, :4], 4, visible=visible)
+
+
+@needs_triton
+@pytest.mark.parametrize(("blocks", "columns", "k"), [(1, 1 << 20, 512), (1024, 131_072, 512), (64, 4096, 2048)])
+def test_plans_cover_every_key_and_bound_their_memory(blocks: int, columns: int, k: int) -> None:
+    from longrecall.kernels.indexer.kernel import make_plan
+
+    plan = make_plan(blocks, columns, k, width=128, slots=264)
+    assert plan.tasks == blocks * plan.splits >= plan.programs
+    assert plan.dense <= max(16 * k, 8192), "O(queries * k)"
+    assert plan.keep_all >= k
+    if plan.sample:
+        mean = k * plan.sample / columns
+        assert (mean + 5 * mean**0.5 + 6) / plan.sample * columns < plan.dense, "the expected survivors fit"
