@@ -14,69 +14,17 @@ import json
 import math
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
+from longrecall.kernels.moe.timing import Clock, ceilings
 
-def _percentiles(samples_ms: list[float]) -> dict[str, float]:
-    ordered = sorted(samples_ms)
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-    return {"p20_ms": at(0.2), "p50_ms": statistics.median(ordered), "p80_ms": at(0.8)}
-
-
-class _Clock:
-    """Times calls with a cold cache: device events on a GPU, the wall clock on a CPU."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self.cuda = device == "cuda"
-        self.torch = torch
-        self.flush = torch.empty(256 << 20 if self.cuda else 64 << 20, dtype=torch.uint8, device=device)
-
-    def __call__(self, function: Callable[[], object], repeats: int, warmup: int = 3) -> dict[str, float]:
-        for _ in range(warmup):
-            function()
-        samples = []
-        for _ in range(repeats):
-            self.flush.zero_()
-            if self.cuda:
-                start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self.torch.cuda._sleep(2_000_000)  # about a millisecond: the host launches everything meanwhile
-                start.record()
-                function()
-                stop.record()
-                stop.synchronize()
-                samples.append(start.elapsed_time(stop))
-            else:
-                begin = time.perf_counter()
-                function()
-                samples.append((time.perf_counter() - begin) * 1e3)
-        return _percentiles(samples)
-
-
-def _ceilings(clock: _Clock, device: str, dtype: Any) -> dict[str, float]:
-    import torch
-
-    n = 1 << 30 if clock.cuda else 1 << 26
-    source = torch.randint(0, 255, (n,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = clock(lambda: target.copy_(source), 10)["p50_ms"]
-    size = 8192 if clock.cuda else 1024
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    b = torch.randn(size, size, device=device, dtype=dtype)
-    matmul = clock(lambda: a @ b, 10)["p50_ms"]
-    return {"copy_gb_s": 2 * n / copy / 1e6, "matmul_tflop_s": 2 * size**3 / matmul / 1e9}
+PEER = "torch._grouped_mm"
 
 
 def _grouped_mm_path(x: Any, w13: Any, w2: Any, chosen: Any, limit: float | None, factor: float) -> Callable[[], Any]:
@@ -121,7 +69,7 @@ def _candidates(block_m: int, which: str) -> list[Any]:
 
 
 def _tune(
-    clock: _Clock, x: Any, w13: Any, w2: Any, chosen: Any, limit: float | None, tiles: Any
+    clock: Clock, x: Any, w13: Any, w2: Any, chosen: Any, limit: float | None, tiles: Any
 ) -> tuple[Any, list[Any]]:
     """The fastest tile of each GEMM among the candidates, and every measurement."""
     import triton
@@ -154,7 +102,7 @@ def _tune(
 
 
 def _gpu_parts(
-    clock: _Clock, x: Any, w13: Any, w2: Any, chosen: Any, limit: float | None, tiles: Any, repeats: int
+    clock: Clock, x: Any, w13: Any, w2: Any, chosen: Any, limit: float | None, tiles: Any, repeats: int
 ) -> Any:
     from longrecall.kernels.moe import kernel
 
@@ -169,6 +117,131 @@ def _gpu_parts(
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """One layer's weights on the device, and what times calls on it."""
+
+    preset: Any
+    device: str
+    dtype: Any
+    clock: Clock
+    ceilings: dict[str, float]
+    generator: Any
+    w13: Any
+    w2: Any
+    repeats: int
+
+    @property
+    def limit(self) -> float:
+        """Largest relative error that is rounding: in bf16 h, y and the sum are each rounded once, 2^-9 relative."""
+        return 1e-2 if self.w13.element_size() == 2 else 1e-5
+
+    def normal(self, *shape: int) -> Any:
+        return _normal(shape, self.device, self.dtype, self.generator)
+
+    def floor_ms(self, bytes_moved: float, operations: float) -> float:
+        return max(bytes_moved / self.ceilings["copy_gb_s"] / 1e6, operations / self.ceilings["matmul_tflop_s"] / 1e9)
+
+
+def _normal(shape: tuple[int, ...], device: str, dtype: Any, generator: Any) -> Any:
+    import torch
+
+    t = torch.empty(*shape, dtype=dtype, device=device)
+    return t.normal_(generator=generator).mul_(shape[-1] ** -0.5)
+
+
+def _row(op: str, provider: str, tokens: int, floor_ms: float, took: dict[str, float], **more: Any) -> dict[str, Any]:
+    over = took["p50_ms"] / floor_ms
+    return {"op": op, "provider": provider, "tokens": tokens, "floor_ms": floor_ms, "over_floor": over, **took, **more}
+
+
+def _expert_rows(problem: _Problem, tokens: int, tune: bool) -> list[dict[str, Any]]:
+    """Experts and combine, ours and torch._grouped_mm's; RuntimeError when ours is wrong."""
+    import torch
+
+    from longrecall.kernels.moe.combine import moe_sum_reduce
+    from longrecall.kernels.moe.experts import moe_experts
+    from longrecall.kernels.moe.reference import moe_experts_ref, moe_sum_reduce_ref
+    from longrecall.kernels.moe.routing import TopK, topk
+
+    p, w13, w2, T = problem.preset, problem.w13, problem.w2, tokens
+    E, K, C, F = p.num_experts, p.num_topk, p.hidden, p.intermediate_hidden
+    x = problem.normal(T, C) * math.sqrt(C)
+    logits = torch.randn(T, E, device=problem.device, generator=problem.generator)
+    chosen = topk(logits, None, K, p.scoring, routed_scaling_factor=p.routed_scaling_factor)
+    tiles: Any = None
+    more: dict[str, Any] = {"active_experts": int(chosen.idx.unique().numel())}
+    if problem.device == "cuda":
+        from longrecall.kernels.moe.kernel import moe_experts_triton, tiles_for
+
+        tiles = tiles_for(T * K / min(E, T * K))
+        if tune:
+            tiles, more["tried"] = _tune(problem.clock, x, w13, w2, chosen, p.swiglu_limit, tiles)
+
+    def ours() -> Any:
+        if tiles is None:
+            y = moe_experts(x, w13, w2, chosen, swiglu_limit=p.swiglu_limit)
+        else:
+            y = moe_experts_triton(x, w13, w2, chosen, swiglu_limit=p.swiglu_limit, tiles=tiles)
+        return moe_sum_reduce(y, None, p.routed_scaling_factor)
+
+    some = slice(0, min(T, 8))
+    few = TopK(chosen.weights[some], chosen.idx[some])
+    rows = moe_experts_ref(x[some], w13, w2, few, swiglu_limit=p.swiglu_limit)
+    want = moe_sum_reduce_ref(rows, None, p.routed_scaling_factor)
+    got = ours()
+    error = _relative_error(got[some], want)
+    if not (error < problem.limit and bool(got.isfinite().all())):
+        raise RuntimeError(f"wrong result at {T} tokens: relative error {error:.2e}, limit {problem.limit:.0e}")
+    floor_ms = problem.floor_ms(
+        (more["active_experts"] * 3 * C * F + 2 * T * C) * w13.element_size(), 2 * T * K * 3 * C * F
+    )
+    if tiles is not None:
+        more["tiles"] = {name: tile._asdict() for name, tile in tiles._asdict().items()}
+        more["parts_ms"] = _gpu_parts(problem.clock, x, w13, w2, chosen, p.swiglu_limit, tiles, problem.repeats)
+    provider = "longrecall" if tiles is None else "longrecall triton"
+    found = [
+        _row(
+            "experts+combine",
+            provider,
+            T,
+            floor_ms,
+            problem.clock(ours, problem.repeats),
+            error_vs_fp64=error,
+            **more,
+        )
+    ]
+    peer = _grouped_mm_path(x, w13, w2, chosen, p.swiglu_limit, p.routed_scaling_factor)
+    try:
+        peer_error = _relative_error(peer()[some], want)
+        took = problem.clock(peer, problem.repeats)
+    except (RuntimeError, AttributeError, NotImplementedError) as why:
+        found.append({"op": "experts+combine", "provider": PEER, "tokens": T, "why": str(why)[:200]})
+    else:
+        found.append(_row("experts+combine", PEER, T, floor_ms, took, error_vs_fp64=peer_error))
+    return found
+
+
+def _reduce_rows(problem: _Problem, tokens: int) -> list[dict[str, Any]]:
+    """The sum-reduce alone, ours and torch eager's; RuntimeError when ours is wrong."""
+    from longrecall.kernels.moe.combine import moe_sum_reduce
+    from longrecall.kernels.moe.reference import moe_sum_reduce_ref
+
+    p = problem.preset
+    factor = p.routed_scaling_factor
+    y = problem.normal(tokens, p.num_topk, p.hidden)
+    error = _relative_error(moe_sum_reduce(y, None, factor), moe_sum_reduce_ref(y, None, factor))
+    if not error < problem.limit:
+        raise RuntimeError(f"wrong sum-reduce at {tokens} tokens: relative error {error:.2e}")
+    floor_ms = problem.floor_ms(tokens * (p.num_topk + 1) * p.hidden * y.element_size(), 0)
+    ours = problem.clock(lambda: moe_sum_reduce(y, None, factor), problem.repeats)
+    eager = problem.clock(lambda: y.sum(1).mul_(factor), problem.repeats)
+    return [
+        _row("sum-reduce", "longrecall", tokens, floor_ms, ours, error_vs_fp64=error),
+        _row("sum-reduce", "torch eager", tokens, floor_ms, eager),
+    ]
+
+
 def measure(
     tokens: list[int],
     *,
@@ -180,14 +253,10 @@ def measure(
     repeats: int = 30,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Every row of the benchmark; RuntimeError when an output is wrong."""
+    """The whole benchmark document. ValueError for sizes that do not fit, RuntimeError when an output is wrong."""
     import torch
 
-    from longrecall.kernels.moe.combine import moe_sum_reduce
-    from longrecall.kernels.moe.experts import moe_experts
     from longrecall.kernels.moe.presets import preset
-    from longrecall.kernels.moe.reference import moe_experts_ref, moe_sum_reduce_ref
-    from longrecall.kernels.moe.routing import TopK, topk
 
     p = preset(preset_name)
     p = replace(
@@ -200,120 +269,30 @@ def measure(
         raise ValueError(f"--experts {p.num_experts} is fewer than the {p.num_topk} that {p.name} selects")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    element = 2 if dtype == torch.bfloat16 else 4
-    E, K, C, F = p.num_experts, p.num_topk, p.hidden, p.intermediate_hidden
-    need = 3 * E * C * F * element
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 4 << 30
-    if need > 0.8 * free:
+    need = 3 * p.num_experts * p.hidden * p.intermediate_hidden * (2 if device == "cuda" else 4)
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    if need > 0.6 * free:
         raise ValueError(
-            f"{p.name} with {E} experts needs {need / 1e9:.1f} GB of weights; {free / 1e9:.1f} GB can be used here: "
-            "choose fewer with --experts, --hidden, --intermediate"
+            f"{p.name} with {p.num_experts} experts needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: "
+            "take fewer with --experts, --hidden, --intermediate"
         )
-    clock = _Clock(device)
-    ceilings = _ceilings(clock, device, dtype)
+    clock = Clock(device)
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Any:
-        t = torch.empty(*shape, dtype=dtype, device=device)
-        return t.normal_(generator=generator).mul_(shape[-1] ** -0.5)
-
-    w13, w2 = normal(E, 2 * F, C), normal(E, C, F)
+    E, C, F = p.num_experts, p.hidden, p.intermediate_hidden
+    problem = _Problem(
+        preset=p,
+        device=device,
+        dtype=dtype,
+        clock=clock,
+        ceilings=ceilings(clock, device, dtype),
+        generator=generator,
+        w13=_normal((E, 2 * F, C), device, dtype, generator),
+        w2=_normal((E, C, F), device, dtype, generator),
+        repeats=repeats,
+    )
     rows: list[dict[str, Any]] = []
-    for T in tokens:
-        x = normal(T, C) * math.sqrt(C)
-        logits = torch.randn(T, E, device=device, generator=generator)
-        chosen = topk(logits, None, K, p.scoring, routed_scaling_factor=p.routed_scaling_factor)
-        active = int(chosen.idx.unique().numel())
-        tiles: Any = None
-        tried: list[Any] = []
-        if device == "cuda":
-            from longrecall.kernels.moe.kernel import moe_experts_triton, tiles_for
-
-            tiles = tiles_for(T * K / min(E, T * K))
-            if tune:
-                tiles, tried = _tune(clock, x, w13, w2, chosen, p.swiglu_limit, tiles)
-
-        def ours(chosen: Any = chosen, x: Any = x, tiles: Any = tiles) -> Any:
-            if tiles is None:
-                y = moe_experts(x, w13, w2, chosen, swiglu_limit=p.swiglu_limit)
-            else:
-                y = moe_experts_triton(x, w13, w2, chosen, swiglu_limit=p.swiglu_limit, tiles=tiles)
-            return moe_sum_reduce(y, None, p.routed_scaling_factor)
-
-        peer = _grouped_mm_path(x, w13, w2, chosen, p.swiglu_limit, p.routed_scaling_factor)
-        some = slice(0, min(T, 8))
-        few = TopK(chosen.weights[some], chosen.idx[some])
-        want = moe_sum_reduce_ref(
-            moe_experts_ref(x[some], w13, w2, few, swiglu_limit=p.swiglu_limit), None, p.routed_scaling_factor
-        )
-        got = ours()
-        error = _relative_error(got[some], want)
-        # bf16: h, y and the sum are each rounded once, 2^-9 relative each
-        limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
-        if not (error < limit and bool(got.isfinite().all())):
-            raise RuntimeError(f"wrong result at {T} tokens: relative error {error:.2e}, limit {limit:.0e}")
-        bytes_moved = (active * 3 * C * F + 2 * T * C) * element
-        operations = 2 * T * K * 3 * C * F
-        floor_ms = max(bytes_moved / ceilings["copy_gb_s"] / 1e6, operations / ceilings["matmul_tflop_s"] / 1e9)
-        took = clock(ours, repeats)
-        row: dict[str, Any] = {
-            "op": "experts+combine",
-            "provider": "longrecall" if device == "cpu" else "longrecall triton",
-            "tokens": T,
-            "active_experts": active,
-            "error_vs_fp64": error,
-            "floor_ms": floor_ms,
-            "over_floor": took["p50_ms"] / floor_ms,
-            **took,
-        }
-        if tiles is not None:
-            row["tiles"] = {name: tile._asdict() for name, tile in tiles._asdict().items()}
-            row["parts_ms"] = _gpu_parts(clock, x, w13, w2, chosen, p.swiglu_limit, tiles, repeats)
-            row["tried"] = tried
-        rows.append(row)
-        try:
-            other = peer()
-            peer_error = _relative_error(other[some], want)
-            took = clock(peer, repeats)
-            rows.append(
-                {
-                    "op": "experts+combine",
-                    "provider": "torch._grouped_mm",
-                    "tokens": T,
-                    "error_vs_fp64": peer_error,
-                    "floor_ms": floor_ms,
-                    "over_floor": took["p50_ms"] / floor_ms,
-                    **took,
-                }
-            )
-        except (RuntimeError, AttributeError, NotImplementedError) as problem:
-            rows.append(
-                {"op": "experts+combine", "provider": "torch._grouped_mm", "tokens": T, "why": str(problem)[:200]}
-            )
-        y = normal(T, K, C)
-        reduce_error = _relative_error(
-            moe_sum_reduce(y, None, p.routed_scaling_factor), moe_sum_reduce_ref(y, None, p.routed_scaling_factor)
-        )
-        if not reduce_error < limit:
-            raise RuntimeError(f"wrong sum-reduce at {T} tokens: relative error {reduce_error:.2e}")
-        floor_ms = T * (K + 1) * C * element / ceilings["copy_gb_s"] / 1e6
-        reducers: dict[str, Callable[[Any], Any]] = {
-            "longrecall": lambda y: moe_sum_reduce(y, None, p.routed_scaling_factor),
-            "torch eager": lambda y: y.sum(1).mul_(p.routed_scaling_factor),
-        }
-        for provider, reduce in reducers.items():
-            took = clock(partial(reduce, y), repeats)
-            rows.append(
-                {
-                    "op": "sum-reduce",
-                    "provider": provider,
-                    "tokens": T,
-                    "error_vs_fp64": reduce_error if provider == "longrecall" else None,
-                    "floor_ms": floor_ms,
-                    "over_floor": took["p50_ms"] / floor_ms,
-                    **took,
-                }
-            )
+    for count in tokens:
+        rows += _expert_rows(problem, count, tune) + _reduce_rows(problem, count)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     if device == "cuda":
         import triton
@@ -329,7 +308,7 @@ def measure(
         "commit": os.environ.get("LONGRECALL_COMMIT") or _commit(),
         "seed": seed,
         "repeats": repeats,
-        "ceilings": ceilings,
+        "ceilings": problem.ceilings,
         "rows": rows,
     }
 

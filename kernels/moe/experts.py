@@ -27,7 +27,8 @@ def _shape(weights: Experts) -> tuple[int, int, int]:
     return E, N, K
 
 
-def _one(weights: Experts, expert: int, dtype: torch.dtype) -> Tensor:
+def one_expert(weights: Experts, expert: int, dtype: torch.dtype) -> Tensor:
+    """The [N, K] values of one expert, unpacked when packed."""
     w = unpack_experts(weights, expert) if isinstance(weights, PackedExperts) else weights[expert]
     return w.to(dtype)
 
@@ -77,7 +78,7 @@ def moe_experts(
             continue
         rows = order[start : start + count]
         start += count
-        gate, up = (x[rows // K] @ _one(w13, expert, x.dtype).T).split(F, -1)
-        out[rows] = swiglu(gate, up, swiglu_limit) @ _one(w2, expert, x.dtype).T
+        gate, up = (x[rows // K] @ one_expert(w13, expert, x.dtype).T).split(F, -1)
+        out[rows] = swiglu(gate, up, swiglu_limit) @ one_expert(w2, expert, x.dtype).T
     out = out.view(T, K, C)
     return out * topk.weights[..., None].to(x.dtype) if weighted else out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longrecall.kernels.moe.combine import moe_sum_reduce
-from longrecall.kernels.moe.experts import Experts, _one, moe_experts, swiglu
+from longrecall.kernels.moe.experts import Experts, moe_experts, one_expert, swiglu
 from longrecall.kernels.moe.formats import ExpertFormat, pack_experts
 from longrecall.kernels.moe.presets import MoePreset
 from longrecall.kernels.moe.routing import TopK, hash_topk, topk
@@ -158,8 +158,8 @@ class MoeLayer:
         routed = x.new_zeros(x.shape, dtype=torch.float64)
         for expert in chosen.idx.unique().tolist():
             token, slot = (chosen.idx == expert).nonzero(as_tuple=True)
-            gate, up = (x[token].double() @ _one(w.w13, expert, torch.float64).T).chunk(2, -1)
-            y = swiglu(gate, up, limit) @ _one(w.w2, expert, torch.float64).T
+            gate, up = (x[token].double() @ one_expert(w.w13, expert, torch.float64).T).chunk(2, -1)
+            y = swiglu(gate, up, limit) @ one_expert(w.w2, expert, torch.float64).T
             routed.index_add_(0, token, y * chosen.weights[token, slot].double()[:, None])
         if w.shared_w13 is None or w.shared_w2 is None:
             return Parts(routed, None)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longrecall.kernels.moe.experts import Experts, _one, swiglu
+from longrecall.kernels.moe.experts import Experts, one_expert, swiglu
 from longrecall.kernels.moe.routing import TopK
 
 
@@ -13,7 +13,7 @@ def moe_experts_ref(x: Tensor, w13: Experts, w2: Experts, topk: TopK, *, swiglu_
     K = topk.idx.shape[1]
     out = torch.zeros(T, K, C, dtype=torch.float64, device=x.device)
     for expert in topk.idx.unique().tolist():
-        up_gate, down = _one(w13, expert, torch.float64), _one(w2, expert, torch.float64)
+        up_gate, down = one_expert(w13, expert, torch.float64), one_expert(w2, expert, torch.float64)
         for t, k in (topk.idx == expert).nonzero().tolist():
             gate, up = (up_gate @ x[t].double()).chunk(2)
             out[t, k] = topk.weights[t, k].double() * (down @ swiglu(gate, up, swiglu_limit))
