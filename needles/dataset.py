@@ -14,6 +14,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -129,6 +131,13 @@ def _names(kind: type) -> tuple[str, ...]:
     return found
 
 
+def _version() -> str:
+    try:
+        return installed_version("longrecall")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unreleased"
+
+
 def to_row(conversation: Conversation) -> dict[str, Any]:
     """The conversation as plain lists and dicts, as the Parquet row holds it."""
     return _row(conversation)
@@ -236,6 +245,84 @@ def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Wr
     finally:
         partial.unlink(missing_ok=True)
     return Written(path=target, conversations=count, suite_hash=digest.hexdigest())
+
+
+CARD = """\
+---
+pretty_name: Planted-fact conversations ({recipe})
+task_categories: [question-answering]
+tags: [long-context, multi-turn, needle]
+configs:
+- config_name: default
+  data_files: conversations.parquet
+---
+
+{count} multi-turn conversations with planted facts, recipe `{recipe}`, seed {seed}, made by longrecall {version}.
+
+- Content hash (sha256): `{suite_hash}`
+- Prompt lengths in tokens (template included): {rungs}
+- Prompts: {asks}; tokenizer `{tokenizer_hash}`, chat template `{template_hash}`
+
+Each row is a conversation. Every item of `asks` is one prompt of exactly `prompt_tokens` tokens: the messages
+`turns[:turn_end]` followed by `tail`. When the tail ends with an assistant turn, send `continue_final_message=true` and
+`add_generation_prompt=false`. `probes` holds the question's gold answer, the values that other answers would come
+from, and the kind. Text is generated; it describes no real person.
+"""
+
+
+def write_set(conversations: Iterable[Conversation], folder: str | Path, *, overwrite: bool = False) -> Written:
+    """A set as a folder: conversations.parquet, a dataset card and set.json. Refuses to replace a set unasked."""
+    target = Path(folder)
+    if (target / "conversations.parquet").exists() and not overwrite:
+        raise SetError(f"{target} already holds a set; name another folder or pass --overwrite")
+    seen: dict[str, Any] = {
+        "asks": 0,
+        "rungs": [],
+        "recipe": "",
+        "seed": None,
+        "tokenizer_hash": "",
+        "template_hash": "",
+    }
+
+    def counted() -> Iterator[Conversation]:
+        for conversation in conversations:
+            seen["asks"] += len(conversation.asks)
+            seen["rungs"] = list(conversation.rungs)
+            for key in ("recipe", "seed", "tokenizer_hash", "template_hash"):
+                seen[key] = getattr(conversation, key)
+            yield conversation
+
+    written = write_parquet(counted(), target / "conversations.parquet")
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "suite_hash": written.suite_hash,
+        "conversations": written.conversations,
+        "version": _version(),
+        **seen,
+    }
+    shown = {**facts, "count": written.conversations, "rungs": ", ".join(map(str, seen["rungs"]))}
+    write_text(target / "README.md", CARD.format(**shown))
+    write_text(target / "set.json", json.dumps(facts, indent=1) + "\n")
+    return written
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def set_file(path: str | Path) -> Path:
+    """The Parquet file of a set named by its folder or by the file itself."""
+    found = Path(path)
+    return found / "conversations.parquet" if found.is_dir() else found
 
 
 def iter_parquet(path: str | Path) -> Iterator[Conversation]:

@@ -26,8 +26,8 @@ _FEW = 20
 _SAME_ANSWERS = ("count",)
 """Kinds whose answers are small numbers and repeat by nature; they are left out of the constant-answer rule."""
 _COMMON = frozenset(
-    "a an and are at by came did do does for from has have i in is it its of on one or right so somebody takes that the "
-    "their there they this to up was were what when which who whose with you".split()
+    "a an and are at by came did do does for from has have i in is it its of on one or right so somebody takes that "
+    "the their there they this to up was were what when which who whose with you".split()
 )
 
 
@@ -184,10 +184,14 @@ class _Check:
                 self.add("unknown-probe", None, f"rung {ask.rung} asks {ask.probe_id}, which does not exist")
                 continue
             probe = self.probes[ask.probe_id]
-            if (why := self._untrue(probe, ask)) is not None:
-                self.add("true-answer", probe, f"rung {ask.rung}: {why}")
-            if len(probe.gold) > 2 and any(probe.gold in turn.content for turn in ask.tail):
-                self.add("answer-in-tail", probe, f"the tail of rung {ask.rung} contains the answer {probe.gold!r}")
+            if self.conversation.turns or not self.conversation.facts:
+                if (why := self._untrue(probe, ask)) is not None:
+                    self.add("true-answer", probe, f"rung {ask.rung}: {why}")
+                if len(probe.gold) > 2 and any(probe.gold in turn.content for turn in ask.tail):
+                    self.add("answer-in-tail", probe, f"the tail of rung {ask.rung} contains the answer {probe.gold!r}")
+            elif probe.live_fact is not None:  # the concat twin: its original is linted, its tails hold everything
+                if not any(probe.gold in turn.content for turn in ask.tail):
+                    self.add("stated", probe, f"the prompt of rung {ask.rung} does not state {probe.gold!r}")
             if self.ruler is not None:
                 realised = self.ruler.prompt_tokens(messages_for(self.conversation, ask))
                 if realised != ask.prompt_tokens:
@@ -246,7 +250,7 @@ class _Check:
 
     def _untrue(self, probe: Probe, ask: Ask) -> str | None:
         """Why the gold is not the one right answer at this branch; None when it is."""
-        end = ask.turn_end if self.conversation.turns else 1
+        end = ask.turn_end
         before = [fact for fact in self.conversation.facts if fact.turn_index < end]
         replaced = {fact.supersedes for fact in before}
         current = [fact for fact in before if fact.fact_id not in replaced]
@@ -298,8 +302,6 @@ class _Check:
         return None
 
     def _latent(self, probe: Probe, live: Fact, before: list[Fact]) -> str | None:
-        if not self.conversation.turns:
-            return None
         sentence = next(
             (
                 part

@@ -49,6 +49,8 @@ _SLACK = 3
 """Tokens kept free beyond the longest question, so that every question is padded by 0 or at least 2."""
 _MEASURED_SLACK = 12
 """The same for rulers whose sums are estimates."""
+_ESTIMATE_MARGIN = 4
+"""Tokens by which the estimated size of a fact's turns may be too small."""
 _ENCODE_WHOLE_TOKENS = 40_000
 """So many tokens of each conversation's prompts are encoded whole and compared."""
 _WINDOW_CHARACTERS = 6_000
@@ -232,7 +234,7 @@ class _Assembly:
         groups = [list(group) for group in self.script.groups]
         for group in groups:
             for event in group:
-                event.tokens = self._event_tokens(event)
+                event.tokens = self._event_tokens(event) + (0 if self.ruler.additive else _ESTIMATE_MARGIN)
         order = shuffled_places(rng, groups)
         queue = [groups[place].pop(0) for place in order]
         start = self._start_tokens()
@@ -256,7 +258,7 @@ class _Assembly:
         segments = []
         for segment, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             here = [event for event in queue if where[id(event)] == segment]
-            # Nobody should be right who repeats the last value stated: a distractor, where there is one, ends the segment.
+            # Repeating the last value stated should not be right: a distractor, where there is one, ends the segment.
             others = [place for place, event in enumerate(here) if not event.probed]
             if others and here[-1].probed:
                 here.append(here.pop(others[-1]))
@@ -312,6 +314,7 @@ class _Assembly:
         """Write events at their positions, filler between, and stop at exactly `end` tokens if there is room to."""
         needed = sum(event.tokens for event, _ in events)
         for event, position in events:
+            self._correct()
             self._filler(min(position, end - needed))
             for turn in event.turns:
                 self._turn(turn.role, turn.parts)
@@ -320,18 +323,23 @@ class _Assembly:
         if self.ruler.additive:
             self._filler(end, exact=True)
             return
+        self._correct()
         self._filler(end - (end - self.meter.tokens) // 16 - self.slack)
         for _ in range(4):
-            self.meter.shift(self._measured_error())
+            self._correct()
             before = len(self.turns)
             self._filler(end, exact=True)
             if len(self.turns) == before:
                 break
-        else:
-            self.meter.shift(self._measured_error())
+        self._correct()
         while self.meter.tokens > end + self.slack - 2 and self.undo:
             turns, self.meter = self.undo.pop()
             del self.turns[turns:]
+            self._correct()
+
+    def _correct(self) -> None:
+        """Set an estimating meter right by a measurement."""
+        if not self.ruler.additive and self.turns:
             self.meter.shift(self._measured_error())
 
     def _measured_error(self) -> int:
