@@ -220,10 +220,8 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder}: no model folder: it has no tokenizer.json")
     elif engine.name == "reference":
-        from longrecall.runners.reference.convert import reference_folder
-
         note("reference model: checking its folder by hash (made once, in seconds)")
-        folder = reference_folder()
+        folder = _reference_folder()
     else:
         raise ValueError(f"engine {engine.name!r} needs --model-folder: the served model's tokenizer and chat template")
     hashes = folder / "hashes.json"
@@ -233,6 +231,17 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
         with (folder / "model.safetensors").open("rb") as stream:
             weights = hashlib.file_digest(stream, "sha256").hexdigest()
     return ModelFolder(path=folder, weights_hash=weights, tokenizer_hash=None, template_hash=None)
+
+
+def _reference_folder() -> Path:
+    """The reference model's folder, from a process of its own: it takes a gigabyte while the weights are converted."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from longrecall.runners.reference.convert import reference_folder
+
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(reference_folder).result()
 
 
 def _shuffled(ids: list[str], seed: int) -> tuple[str, ...]:
@@ -501,7 +510,8 @@ async def _ask_all(
         max_tokens=campaign.max_tokens,
         stop=STOP,
         seed=campaign.seed,
-        conversations_at_once=campaign.block_size,
+        conversations_at_once=1 if plan.engine.shares_prefill else campaign.block_size,
+        whole_ladder=plan.engine.shares_prefill,
     )
     planned = replay_plan.n_planned
     if journal.in_flight:
@@ -546,6 +556,10 @@ async def _ask_all(
                 )  # fmt: skip
             except* JournalError as problems:
                 raise CampaignError(str(_first(problems))) from None
+        if plan.engine.statistics_path:
+            alive = [server.url for server in servers.values() if server.exit_code() is None]
+            for name, value in (await server_statistics(alive, plan.engine.statistics_path)).items():
+                stages.seconds[name] = value
         for build_id, message in result.gone.items():
             watcher.note(f"build {build_id} is incomplete: {message}")
         if options.keep_servers:
@@ -607,6 +621,26 @@ async def server_info(build_id: str, url: str) -> dict[str, object]:
     if not isinstance(info, dict):
         raise CampaignError(f"build {build_id}: /server_info answered {reply.status_code}: {reply.text[:200]!r}")
     return info
+
+
+STATISTICS = ("prefill_tokens", "decode_tokens", "cached_tokens", "prefill_s", "decode_s", "busy_s")
+
+
+async def server_statistics(urls: Sequence[str], path: str) -> dict[str, float]:
+    """Sums over the servers of what they have done, and `inside_model_s`; one that does not say is left out."""
+    total: dict[str, float] = {}
+    async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+        for url in urls:
+            try:
+                told = (await client.get(url + path)).json()
+            except (httpx.HTTPError, ValueError):
+                continue
+            for name in STATISTICS:
+                if isinstance(told.get(name), int | float):
+                    total[name] = total.get(name, 0.0) + told[name]
+    if "prefill_s" in total and "decode_s" in total:
+        total["inside_model_s"] = total["prefill_s"] + total["decode_s"]
+    return total
 
 
 async def _model_name(build_id: str, url: str) -> str:

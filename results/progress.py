@@ -73,11 +73,11 @@ class Progress(Watcher):
         self._campaign = None
 
     def time_left_s(self) -> float | None:
-        """From the rate since the asking began; None before the first reply."""
-        asked = self._done - self._stored
-        if not asked:
+        """From the rate since the asking began; None in the first seconds."""
+        asked, spent = self._done - self._stored, time.monotonic() - self._asking_since
+        if asked < 2 or spent < 3:
             return None
-        return (time.monotonic() - self._asking_since) / asked * (self._planned - self._done)
+        return spent / asked * (self._planned - self._done)
 
     def _recall(self, build: str, rung: int) -> str:
         counted = self._counted[build, rung]

@@ -52,7 +52,11 @@ class Engine:
     """Distributions whose versions go into the manifest."""
     volatile: tuple[str, ...] = ()
     """Regular expressions of keys of /server_info that differ between two starts of one build."""
+    shares_prefill: bool = False
+    """A prompt waits for a prefix that another is computing, so that a whole ladder may be sent at once."""
     onset_tokens: int | None = None
+    statistics_path: str = ""
+    """Route that tells what the server has done so far, as numbers; empty: none."""
 
     def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
         """Launch command with "{port}" for the port; `folder` holds the model."""
@@ -77,7 +81,9 @@ ENGINES: Mapping[str, Engine] = {
             packages=("torch", "numpy", "safetensors", "tokenizers", "jinja2", "starlette", "uvicorn"),
             volatile=("port", "pid", "host", "url", "time", ".*_time", ".*uptime.*", ".*started.*", ".*requests.*",
                       "cached.*", ".*cache_(used|tokens|bytes|entries|nodes)", ".*memory.*", "rss.*"),
+            shares_prefill=True,
             onset_tokens=512,
+            statistics_path="/statistics",
         ),
         Engine(
             name="openai",

@@ -22,6 +22,7 @@ from longrecall.runners import supervise
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 _TAIL_LINES = 15
+_REFUSALS = 5
 
 
 class ServerError(RuntimeError):
@@ -127,6 +128,7 @@ class Server:
         """
         deadline = self.started + timeout_s
         said = "nothing was listening"
+        refusals = 0
         async with httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False) as client:
             delay = 0.05
             while time.monotonic() < deadline:
@@ -139,12 +141,16 @@ class Server:
                         if not said:
                             self.check_alive()
                             return
+                        # 503 means "not yet"; any other answer again and again will not become a token.
+                        refusals = 0 if " answered 503" in said else refusals + 1
+                        if refusals == _REFUSALS:
+                            break
                 except httpx.HTTPError as problem:
                     said = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
                 await asyncio.sleep(delay)
                 delay = min(0.5, delay * 1.5)
         raise ServerError(
-            f"build {self.name}: no token after {timeout_s:.0f} s ({said}); its log {self.log} ends:\n"
+            f"build {self.name}: no token after {time.monotonic() - self.started:.0f} s ({said}); its log {self.log} ends:\n"
             f"{log_tail(self.log)}"
         )
 

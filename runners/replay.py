@@ -4,9 +4,10 @@ Conversations come in blocks. A cell is one block on one build; cells are taken 
 the builds turns by one place from block to block, so that no build is always first or always last. At most `parallel`
 builds are busy at a time. Within a cell, conversations run side by side; within a conversation the rungs go up, so
 that a served prefix cache makes the whole ladder cost about its longest rung. The first probe of a rung goes alone and
-fills the cache; the others follow together, and the server batches them.
+fills the cache; the others follow together, and the server batches them. A server that lets prompts wait for a prefix
+that is just being computed is sent the whole ladder at once, and decodes it in one batch.
 
-Which probe goes first is the same on every build, so that it cancels in the comparison.
+The order of the probes is the same on every build, so that it cancels in the comparison.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ class ReplayPlan:
     stop: tuple[str, ...] = ("\n",)
     seed: int = 0
     conversations_at_once: int = 4
+    whole_ladder: bool = False
+    """Send all rungs and probes of a conversation at once (the server shares a prefix that is being computed)."""
     in_flight: int = 32
     """Most requests of one build open at a time."""
 
@@ -190,23 +193,29 @@ async def _run_cell(
         async with side_by_side:
             for arm in plan.arms:
                 for repeat in range(plan.repeats):
-                    for rung in sorted({ask_.rung for ask_ in conversation.asks}):
-                        asks = [
-                            ask_
-                            for ask_ in probe_order(plan, conversation, rung)
-                            if _key(cell.build_id, conversation, ask_, arm, repeat) not in journal.answered
-                        ]
-                        for batch in [asks[:1], asks[1:]] if arm != "cold" else [asks]:
-                            if batch:
-                                keys = [_key(cell.build_id, conversation, ask_, arm, repeat) for ask_ in batch]
-                                sent = await journal.sending(keys)
-                                async with asyncio.TaskGroup() as group:
-                                    for ask_, record in zip(batch, sent, strict=True):
-                                        group.create_task(one(conversation, ask_, arm, repeat, record.send_order))
+                    for batch in batches(plan, conversation, arm):
+                        keys = {ask_: _key(cell.build_id, conversation, ask_, arm, repeat) for ask_ in batch}
+                        open_ = [ask_ for ask_ in batch if keys[ask_] not in journal.answered]
+                        if not open_:
+                            continue
+                        sent = await journal.sending([keys[ask_] for ask_ in open_])
+                        async with asyncio.TaskGroup() as group:
+                            for ask_, record in zip(open_, sent, strict=True):
+                                group.create_task(one(conversation, ask_, arm, repeat, record.send_order))
 
     async with asyncio.TaskGroup() as group:
         for conversation_id in cell.conversation_ids:
             group.create_task(climb(plan.conversations[conversation_id]))
+
+
+def batches(plan: ReplayPlan, conversation: Conversation, arm: Arm) -> list[list[Ask]]:
+    """The asks of a conversation in the groups that are sent together."""
+    rungs = [probe_order(plan, conversation, rung) for rung in sorted({ask_.rung for ask_ in conversation.asks})]
+    if plan.whole_ladder:
+        return [[ask_ for asks in rungs for ask_ in asks]]
+    if arm == "cold":  # nothing is shared
+        return rungs
+    return [batch for asks in rungs for batch in (asks[:1], asks[1:]) if batch]
 
 
 def probe_order(plan: ReplayPlan, conversation: Conversation, rung: int) -> list[Ask]:

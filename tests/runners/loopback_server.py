@@ -72,6 +72,8 @@ class Loopback:
             return self.send(writer, 404, {"error": {"message": f"no route {path}"}})
         text = "\n".join(message["content"] for message in body["messages"])
         question = body["messages"][-1]["content"]
+        if question == "Hello" and self.options.no_token:
+            return self.send(writer, 500, {"error": {"message": "precision is 'bf15'"}})
         if question == "Hello":
             return self.send(writer, 200, self.completion(text, body, "Hi"))
         number = self.arrived
@@ -227,6 +229,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--exit-at-start", type=int)
     made.add_argument("--ignore-sigterm", action="store_true")
     made.add_argument("--never-ready", action="store_true")
+    made.add_argument("--no-token", action="store_true")
     made.add_argument("--orphan")
     return made
 

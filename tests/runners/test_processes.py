@@ -76,6 +76,13 @@ def test_the_wait_is_bounded(launch: Callable[..., Server]) -> None:
     assert time.monotonic() - started < 8.0
 
 
+def test_a_server_that_answers_without_a_token_is_not_waited_for(launch: Callable[..., Server]) -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=r"chat/completions answered 500: .*precision is"):
+        asyncio.run(launch("--no-token").wait_ready(60.0))
+    assert time.monotonic() - started < 30.0
+
+
 def test_a_server_that_ignores_sigterm_is_killed(
     launch: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
