@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort"]
 
-SHARED_TOKENS = 32  # a prompt waits for another's prefill when that saves it more tokens than this
+# A prompt waits for another's prefill when that saves it more than this many tokens and this part of its own.
+SHARED_TOKENS, SHARED_PART = 32, 4
 MAX_ALL_LOGITS = 128  # tokens per step whose whole logits rows are kept: 1 MiB each at a vocabulary of 262,144
 PREFILLS_IN_A_ROW = 8  # then the running sequences get a token, so that a stream never stalls for a 32K prompt
 
@@ -275,7 +276,9 @@ class Engine:
             self._inbox.clear()
             flushes, self._flush = self._flush, []
             stopping = self._stopping
-        for request in arrived:
+        # By content, not by arrival: the same set of requests makes the same batches, and so the same rounding.
+        # Short prompts first, so that none waits for the chunks of a long one that came with it.
+        for request in sorted(arrived, key=lambda r: (len(r.token_ids), r.cache_salt, r.token_ids)):
             self._waiting.append(_Sequence(request, self.tokenizer, self._generator(request.sampling)))
         self.counters.requests += len(arrived)
         for done in flushes:
@@ -355,8 +358,9 @@ class Engine:
     def _worth_waiting(self, sequence: _Sequence, cached: int, limit: int) -> bool:
         if not self.settings.prefix_cache_bytes:
             return False
+        worth = max(SHARED_TOKENS, (len(sequence.tokens) - cached) // SHARED_PART)
         return any(
-            min(common_prefix(other.tokens, sequence.tokens), limit) > cached + SHARED_TOKENS
+            min(common_prefix(other.tokens, sequence.tokens), limit) > cached + worth
             for other in self._prefilling
             if other.request.cache_salt == sequence.request.cache_salt
         )

@@ -203,6 +203,27 @@ def test_prompts_sharing_a_prefix_compute_it_once(make_engine: Any, tiny_model: 
     assert max(len(sizes) for kind, sizes in tiny_model.calls if kind == "decode") == 8
 
 
+def test_a_short_common_beginning_is_not_worth_waiting_for(make_engine: Any) -> None:
+    engine = make_engine(batch_window_s=0.2, max_batch_window_s=1.0)
+    begin = prompt(5, 40)
+    for one in [Asked(engine, [*begin, *prompt(10 + i, 300)[1:]]) for i in range(4)]:
+        assert one.result().cached_tokens == 0
+    assert engine.counters.prefill_calls == 1
+
+
+def test_the_same_set_of_requests_makes_the_same_batches(make_engine: Any, tiny_model: Any) -> None:
+    prompts = [prompt(i, 9 + 5 * i) for i in range(8)]
+    seen = []
+    for seed in range(3):
+        engine = make_engine(batch_window_s=0.2, max_batch_window_s=2.0, chunked_prefill_size=64)
+        shuffled = random.Random(seed).sample(prompts, len(prompts))
+        tiny_model.calls.clear()
+        for one in [Asked(engine, p) for p in shuffled]:
+            one.result()
+        seen.append(list(tiny_model.calls))
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_salted_requests_share_nothing(make_engine: Any) -> None:
     engine = make_engine()
     assert ask(engine, prompt(6, 50), cache_salt="a").cached_tokens == 0
