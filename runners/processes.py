@@ -149,9 +149,9 @@ class Server:
                     said = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
                 await asyncio.sleep(delay)
                 delay = min(0.5, delay * 1.5)
+        waited_s = time.monotonic() - self.started
         raise ServerError(
-            f"build {self.name}: no token after {time.monotonic() - self.started:.0f} s ({said}); its log {self.log} ends:\n"
-            f"{log_tail(self.log)}"
+            f"build {self.name}: no token after {waited_s:.0f} s ({said}); its log {self.log} ends:\n{log_tail(self.log)}"
         )
 
     def stop(self) -> None:

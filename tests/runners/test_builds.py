@@ -81,7 +81,10 @@ def test_an_edited_cached_tree_is_made_again(source: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("diff", "said"),
     [
-        (diff_of().replace("TIMES = 1", "TIMES = 7"), r"patch 'x': x.diff: kernels/moe/routing.py hunk 1 does not apply"),
+        (
+            diff_of().replace("TIMES = 1", "TIMES = 7"),
+            r"patch 'x': x.diff: kernels/moe/routing.py hunk 1 does not apply",
+        ),
         (diff_of(path="results/page.py"), "results/page.py is not a file of the base source"),
         ("--- /dev/null\n+++ b/results/new.py\n@@ -0,0 +1 @@\n+x\n", "results/new.py, which is no part of the base"),
     ],
@@ -130,7 +133,9 @@ def test_a_build_imports_itself_and_not_an_editable_checkout(tmp_path: Path) -> 
     env = os.environ | {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
 
     def outcome(*args: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", program, *args], env=env, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *args], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
