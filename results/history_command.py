@@ -364,18 +364,3 @@ def query(
     out = csv.writer(sys.stdout)
     out.writerow([column[0] for column in answer.description])
     out.writerows(answer.fetchall())
-
-
-@app.command()
-@plain_errors
-def serve(
-    runs: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("results/runs"),
-    store: Store = DEFAULT_STORE,
-    rows: RowsAt = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8700,
-) -> None:
-    """Show reports and trend as a small local site."""
-    from longrecall.results.serve_report import serve_site
-
-    serve_site(runs, open_history(store, rows), host=host, port=port)

@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("longrecall.results.report_command:report", "Write the reports of a stored run again."),
     "history": Command("longrecall.results.history_command:app", "Keep and read the run history."),
     "trend": Command("longrecall.results.trend_command:trend", "Recall against length over commits."),
+    "serve-report": Command("longrecall.results.serve_report:serve_report", "Reports and trend as a local site."),
     "gate": Command("longrecall.results.gate_command:gate", "CI gate: exit code, JUnit, Markdown."),
     "indexer": Command("longrecall.kernels.indexer.cli:app", "What key formats and faults do to the DSA selection."),
     "trace": Command("longrecall.results.trace_command:app", "Read from source who applies the routed scaling factor."),

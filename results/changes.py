@@ -1,0 +1,154 @@
+"""Change points of a series, by the method of Apache Otava (Hunter), for pages that must work offline.
+
+Split: in windows that overlap by half, E-divisive (Matteson & James, arXiv 1306.4933) proposes where the distribution
+changes most, and a t-test keeps the proposal at ten times the final level. Merge: the weakest points go until every
+one is significant and large enough (Fleming et al., 10.1145/3578244.3583719). The energy statistic of X (n values) and
+Y (m values) is
+
+    Q = 2/(n+m) Σ|x-y| - 2m/((n+m)(n-1)) Σ|x-x'| - 2n/((n+m)(m-1)) Σ|y-y'|
+
+Why it is here and not a dependency: apache-otava pins numpy and pulls in clients of BigQuery, Postgres and Slack. The
+trend command also exports CSV and configuration for the original and reads its answer (results/otava.py). Two things
+differ on purpose: variances have n - 1 below them (Otava feeds the population ones to the t-test, which makes short
+segments look too sure), and a magnitude is a difference of the series' own unit, not a ratio.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import stdtr
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change between `index` - 1 and `index`, with the segments on its two sides."""
+
+    index: int
+    mean_before: float
+    mean_after: float
+    p_value: float
+    n_before: int
+    n_after: int
+
+    @property
+    def magnitude(self) -> float:
+        return abs(self.mean_after - self.mean_before)
+
+
+def t_test(left: Floats, right: Floats) -> float:
+    """Two-sided p-value of Student's t-test with pooled variance; 0 when both sides are constant and differ."""
+    n, m = len(left), len(right)
+    difference = float(left.mean() - right.mean())
+    if n + m <= 2:
+        return 1.0
+    pooled = (float(((left - left.mean()) ** 2).sum()) + float(((right - right.mean()) ** 2).sum())) / (n + m - 2)
+    # rounding of equal values is not a spread: 1e-12 is far below one reply in a million
+    if pooled <= 1e-24:
+        return 0.0 if abs(difference) > 1e-12 else 1.0
+    t = difference / np.sqrt(pooled * (1 / n + 1 / m))
+    return float(2 * stdtr(n + m - 2, -abs(t)))
+
+
+def _prefix_sums(window: Floats) -> Floats:
+    """[L] → 2-D prefix sums [L + 1, L + 1] of |x_i - x_j|, from which any block sum is four reads."""
+    distances = np.abs(window[:, None] - window[None, :])
+    sums = np.zeros((len(window) + 1, len(window) + 1))
+    np.cumsum(np.cumsum(distances, axis=0), axis=1, out=sums[1:, 1:])
+    return sums
+
+
+def _best(sums: Floats, start: int, stop: int) -> tuple[float, int]:
+    """The largest Q over splits τ and ends κ inside [start, stop), with its τ."""
+    tau = np.arange(start + 1, stop)[:, None]
+    end = np.arange(start + 2, stop + 1)[None, :]
+    n, m = tau - start, end - tau
+    inside = m > 0
+    m = np.maximum(m, 1)
+    at_tau, to_tau, to_end = sums[tau, tau], sums[start, tau], sums[tau, end]
+    cross = to_end - sums[start, end] - at_tau + to_tau
+    left = (at_tau - 2 * to_tau + sums[start, start]) / 2
+    right = (sums[end, end] - 2 * to_end + at_tau) / 2
+    q = 2 * cross - 2 * m * left / np.maximum(n - 1, 1) - 2 * n * right / np.maximum(m - 1, 1)
+    q = np.where(inside, q / (n + m), -np.inf)
+    at = int(q.argmax())
+    return float(q.flat[at]), start + 1 + at // q.shape[1]
+
+
+def _split_window(window: Floats, max_pvalue: float) -> list[int]:
+    sums = _prefix_sums(window)
+    found: list[int] = []
+    while True:
+        edges = [0, *found, len(window)]
+        pieces = [(a, b) for a, b in pairwise(edges) if b - a > 1]
+        if not pieces:
+            return found
+        _, at, a, b = max((*_best(sums, a, b), a, b) for a, b in pieces)
+        if not t_test(window[a:at], window[at:b]) <= max_pvalue:
+            return found
+        found = sorted([*found, at])
+
+
+def _candidates(values: Floats, window_len: int, max_pvalue: float) -> list[int]:
+    found: set[int] = set()
+    start, step = 0, max(1, window_len // 2)
+    while start < len(values) - 1:
+        new = [start + i for i in _split_window(values[start : start + window_len], max_pvalue)]
+        found.update(new)
+        start = max(new[-1] if new else 0, start + step)
+    return sorted(found)
+
+
+def _changes(series: Floats, indices: Sequence[int]) -> list[Change]:
+    edges = [0, *indices, len(series)]
+    made = []
+    for before, at, after in zip(edges, edges[1:], edges[2:], strict=False):
+        left, right = series[before:at], series[at:after]
+        made.append(
+            Change(
+                index=at,
+                mean_before=float(left.mean()),
+                mean_after=float(right.mean()),
+                p_value=t_test(left, right),
+                n_before=len(left),
+                n_after=len(right),
+            )
+        )
+    return made
+
+
+def change_points(
+    series: Sequence[float | None], *, window_len: int = 50, max_pvalue: float = 0.001, min_magnitude: float = 0.0
+) -> list[Change]:
+    """Changes of a series, oldest first; indices are those of `series`.
+
+    A missing value takes no part. A change whose `n_after` is 1 rests on one measurement.
+    """
+    places = [i for i, value in enumerate(series) if value is not None and np.isfinite(value)]
+    values = np.array([series[i] for i in places], dtype=np.float64)
+    first_pass = min(max_pvalue * 10, 0.5)
+    kept = _candidates(values, window_len, first_pass)
+    while kept:
+        changes = _changes(values, kept)
+        weakest = max(range(len(changes)), key=lambda i: changes[i].p_value)
+        if changes[weakest].p_value < max_pvalue:
+            weakest = min(range(len(changes)), key=lambda i: changes[i].magnitude)
+            if changes[weakest].magnitude > min_magnitude:
+                break
+        del kept[weakest]
+    found = _changes(values, kept) if kept else []
+    return [
+        Change(
+            index=places[c.index],
+            mean_before=c.mean_before,
+            mean_after=c.mean_after,
+            p_value=c.p_value,
+            n_before=c.n_before,
+            n_after=c.n_after,
+        )
+        for c in found
+    ]
