@@ -1,6 +1,7 @@
 """Triton kernels of the expert path, and the torch code that launches them.
 
     K1 _plan_kernel       offsets [E + 1] -> blocks [E], running count of row blocks up to and with each expert
+       _small_plan_kernel the whole plan from idx in one launch, for decode sizes
     K2 _gate_up_kernel    x [T, C], W13 -> h [T K, F] in expert order; SwiGLU with its clamp in the epilogue
     K3 _down_kernel       h, W2 -> y [T K, C] back in token order, times the top-k weight
     K4 _sum_reduce_kernel y [T, K, C] -> out [T, C] times the factor
@@ -62,6 +63,41 @@ def _plan_kernel(p_offsets, p_blocks, E, BLOCK_M: tl.constexpr, E_POW2: tl.const
     m_e = o_e < E
     low = tl.load(p_offsets + o_e, mask=m_e, other=0)
     high = tl.load(p_offsets + o_e + 1, mask=m_e, other=0)
+    tl.store(p_blocks + o_e, tl.cumsum((high - low + BLOCK_M - 1) // BLOCK_M, 0), mask=m_e)
+
+
+@triton.jit
+def _small_plan_kernel(
+    p_idx,
+    p_order,
+    p_offsets,
+    p_blocks,
+    N,
+    E,
+    BLOCK_M: tl.constexpr,
+    N_POW2: tl.constexpr,
+    E_POW2: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    o_n = tl.arange(0, N_POW2)
+    m_n = o_n < N
+    expert = tl.load(p_idx + o_n, mask=m_n, other=0).to(tl.int32)
+    o_e = tl.arange(0, E_POW2)
+    rank = tl.zeros((N_POW2,), tl.int32)
+    low = tl.zeros((E_POW2,), tl.int32)
+    high = tl.zeros((E_POW2,), tl.int32)
+    for start in range(0, N, CHUNK):
+        o_j = start + tl.arange(0, CHUNK)
+        other = tl.load(p_idx + o_j, mask=o_j < N, other=2147483647).to(tl.int32)  # past the end: after every expert
+        same = other[None, :] == expert[:, None]  # [N_POW2, CHUNK]
+        before = (other[None, :] < expert[:, None]) | (same & (o_j[None, :] < o_n[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+        low += tl.sum((other[None, :] < o_e[:, None]).to(tl.int32), 1)
+        high += tl.sum((other[None, :] <= o_e[:, None]).to(tl.int32), 1)
+    tl.store(p_order + rank, o_n, mask=m_n)
+    m_e = o_e < E
+    tl.store(p_offsets + o_e, low, mask=m_e)
+    tl.store(p_offsets + o_e + 1, high, mask=o_e == E - 1)
     tl.store(p_blocks + o_e, tl.cumsum((high - low + BLOCK_M - 1) // BLOCK_M, 0), mask=m_e)
 
 
@@ -245,16 +281,30 @@ class Plan(NamedTuple):
     max_blocks: int
 
 
+_SMALL_PLAN = 1024
+"""(token, slot) pairs up to which one program that ranks every pair against every other beats a sort."""
+
+
 def make_plan(idx: Tensor, num_experts: int, block_m: int) -> Plan:
     """Sort the (token, slot) pairs of idx [T, K] by expert; nothing is read back to the host."""
-    flat = idx.reshape(-1).to(torch.int32)
-    experts, order = torch.sort(flat, stable=True)
-    edges = torch.arange(num_experts + 1, dtype=torch.int32, device=idx.device)
-    offsets = torch.searchsorted(experts, edges, out_int32=True)
-    blocks = torch.empty(num_experts, dtype=torch.int32, device=idx.device)
-    _plan_kernel[(1,)](offsets, blocks, num_experts, BLOCK_M=block_m, E_POW2=triton.next_power_of_2(num_experts))
+    flat = idx.reshape(-1)
+    N, E = flat.numel(), num_experts
     # every active expert may waste part of one block
-    max_blocks = min(num_experts, flat.numel()) + flat.numel() // block_m
+    max_blocks = min(E, N) + N // block_m
+    blocks = torch.empty(E, dtype=torch.int32, device=idx.device)
+    e_pow2 = triton.next_power_of_2(E)
+    if N <= _SMALL_PLAN:
+        order = torch.empty(N, dtype=torch.int32, device=idx.device)
+        offsets = torch.empty(E + 1, dtype=torch.int32, device=idx.device)
+        n_pow2 = max(16, triton.next_power_of_2(N))
+        _small_plan_kernel[(1,)](
+            flat, order, offsets, blocks, N, E, BLOCK_M=block_m, N_POW2=n_pow2, E_POW2=e_pow2, CHUNK=16, num_warps=8
+        )
+        return Plan(order, offsets, blocks, max_blocks)
+    experts, order = torch.sort(flat.to(torch.int32), stable=True)
+    edges = torch.arange(E + 1, dtype=torch.int32, device=idx.device)
+    offsets = torch.searchsorted(experts, edges, out_int32=True)
+    _plan_kernel[(1,)](offsets, blocks, E, BLOCK_M=block_m, E_POW2=e_pow2)
     return Plan(order.to(torch.int32), offsets, blocks, max_blocks)
 
 
