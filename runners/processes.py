@@ -151,7 +151,8 @@ class Server:
                 delay = min(0.5, delay * 1.5)
         waited_s = time.monotonic() - self.started
         raise ServerError(
-            f"build {self.name}: no token after {waited_s:.0f} s ({said}); its log {self.log} ends:\n{log_tail(self.log)}"
+            f"build {self.name}: no token after {waited_s:.0f} s ({said}); its log {self.log} ends:\n"
+            + log_tail(self.log)
         )
 
     def stop(self) -> None:
