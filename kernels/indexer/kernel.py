@@ -17,7 +17,7 @@ counter, a register. Lists are packed into the row's buffer when a program has s
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -47,13 +47,26 @@ def _unsortable(key):
 
 
 @triton.jit
-def _rank_key(keys, rank):
-    """The rank-th largest of uint32 keys (1 = largest), by bisection on its bits; 0 if there are fewer."""
+def _rank_key(keys, rank, slack):
+    """A uint32 that rank .. rank + slack of the keys reach, or the rank-th largest key itself; 0 if there are fewer.
+
+    Bisection on the bits. Bits in which all non-zero keys agree are not tried, and the search ends as soon as the count
+    fits: with slack 0 and no ties after some 12 counts. Zero keys are padding.
+    """
+    high = tl.max(keys)
+    low = tl.min(tl.where(keys == 0, high, keys))
     found = tl.zeros((), tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        candidate = found | bit
-        found = tl.where(tl.sum((keys >= candidate).to(tl.int32)) >= rank, candidate, found)
+    one = tl.full((), 1, tl.uint32)
+    while bit != 0:
+        if (high ^ low) < bit:
+            found = found | (high & bit)
+        else:
+            count = tl.sum((keys >= (found | bit)).to(tl.int32))
+            if count >= rank:
+                found = found | bit
+                if count <= rank + slack:
+                    bit = one  # the last turn
         bit = bit >> 1
     return found
 
@@ -234,7 +247,8 @@ def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, K, ALL, SAMPLE: tl
     else:
         s = tl.load(sample_ptr + row.to(tl.int64) * SAMPLE + tl.arange(0, SAMPLE)) + 0.0
         keys = tl.where(s == s, _sortable(s), 0)
-        found = _unsortable(_rank_key(keys, _sample_rank(visible, K, SAMPLE)))
+        rank = _sample_rank(visible, K, SAMPLE)
+        found = _unsortable(_rank_key(keys, rank, rank // 8))
         # NaN (too few real scores in the sample) and -inf must let everything finite through
         tl.store(threshold_ptr + row, tl.where(found > LOWEST, found, LOWEST))
 
@@ -255,38 +269,35 @@ def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, S, K, ALL, SAM
         place = low + ((group * 40503 + row * 97) & 0xFFFF).to(tl.int64) * width // 65536
         s = tl.load(scores_ptr + row.to(tl.int64) * S + place * 8 + j % 8) + 0.0
         keys = tl.where(s == s, _sortable(s), 0)
-        found = _unsortable(_rank_key(keys, _sample_rank(visible, K, SAMPLE)))
+        rank = _sample_rank(visible, K, SAMPLE)
+        found = _unsortable(_rank_key(keys, rank, rank // 8))
         tl.store(threshold_ptr + row, tl.where(found > LOWEST, found, LOWEST))
 
 
 @triton.jit
 def _stream_kernel(
-    scores_ptr, visible_ptr, threshold_ptr, lists_values_ptr, lists_index_ptr, dense_values_ptr, dense_index_ptr,
-    count_ptr, S, tasks, splits, BLOCK: tl.constexpr, CAP: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr,
+    scores_ptr, visible_ptr, threshold_ptr, dense_values_ptr, dense_index_ptr, count_ptr, S, splits,
+    BLOCK: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Collect from given scores. Grid: any number of programs over tasks = rows x splits."""
-    pid = tl.program_id(0).to(tl.int64)
-    values_ptr = lists_values_ptr + pid * (BLOCK * CAP)
-    index_ptr = lists_index_ptr + pid * (BLOCK * CAP)
+    """Collect from given scores. Grid: rows x splits. One atomic a survivor: they are few, and warps need no barrier."""
+    row = tl.program_id(0) // splits
+    visible = tl.load(visible_ptr + row)
+    threshold = tl.load(threshold_ptr + row)
+    share = tl.cdiv(tl.cdiv(visible, BLOCK), splits)
+    low = (tl.program_id(0) % splits) * share
+    high = tl.minimum(low + share, tl.cdiv(visible, BLOCK))
+    base = scores_ptr + row.to(tl.int64) * S
+    o_row = row.to(tl.int64) * DENSE
     o = tl.arange(0, BLOCK)
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        row = task // splits
-        visible = tl.load(visible_ptr + row)
-        threshold = tl.load(threshold_ptr + row)
-        share = tl.cdiv(tl.cdiv(visible, BLOCK), splits)
-        low = (task % splits) * share
-        high = tl.minimum(low + share, tl.cdiv(visible, BLOCK))
-        position = o
-        base = scores_ptr + row.to(tl.int64) * S
-        for i in tl.range(low, high, num_stages=STAGES):
-            key = i * BLOCK + o
-            s = tl.load(base + key, mask=key < visible, other=float("-inf"))
-            position = _append(s, key, s >= threshold, position, values_ptr, index_ptr, BLOCK, CAP)
-        rows = row + tl.arange(0, 1)
-        _pack(
-            position[:, None], o[:, None], rows, rows >= 0, values_ptr, index_ptr,
-            dense_values_ptr, dense_index_ptr, count_ptr, BLOCK, CAP, DENSE,
-        )  # fmt: skip
+    counter = count_ptr + row + tl.zeros((BLOCK,), tl.int32)
+    for i in range(low, high):
+        key = i * BLOCK + o
+        s = tl.load(base + key, mask=key < visible, other=float("-inf"))
+        take = s >= threshold
+        place = tl.atomic_add(counter, 1, mask=take, sem="relaxed")
+        take = take & (place < DENSE)
+        tl.store(dense_values_ptr + o_row + place, s, mask=take)
+        tl.store(dense_index_ptr + o_row + place, key, mask=take)
 
 
 @triton.jit
@@ -295,7 +306,7 @@ def _write_topk(
 ):  # fmt: skip
     """Exact top-`wanted` of (uint32 key, index) pairs → ascending indices, then -1, in out[row, :K]."""
     keys = tl.where(valid, keys, 0)
-    kth = _rank_key(keys, wanted)
+    kth = _rank_key(keys, wanted, 0)
     above = valid & (keys > kth)
     tied = valid & (keys == kth)
     need = wanted - tl.sum(above.to(tl.int32))
@@ -304,7 +315,7 @@ def _write_topk(
         # the need-th lowest index among the ties
         flipped = tl.where(tied, 0x7FFFFFFF - index, -1).to(tl.uint32, bitcast=True)
         flipped = tl.where(tied, flipped, 0)
-        last = 0x7FFFFFFF - _rank_key(flipped, need).to(tl.int32, bitcast=True)
+        last = 0x7FFFFFFF - _rank_key(flipped, need, 0).to(tl.int32, bitcast=True)
     take = above | (tied & (index <= last))
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     o_k = tl.arange(0, KP)
@@ -335,6 +346,34 @@ def _select_kernel(
         s = tl.load(dense_values_ptr + base + o, mask=o < count, other=0.0) + 0.0
         index = tl.load(dense_index_ptr + base + o, mask=o < count, other=0)
         _write_topk(_sortable(s), index, o < count, wanted, out_ptr, row, K, KP)
+
+
+@triton.jit
+def _select_lists_kernel(
+    values_ptr, index_ptr, counts_ptr, visible_ptr, flag_ptr, out_ptr, K, splits,
+    KP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAP: tl.constexpr, CAP_P: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: T. As `_select_kernel`, from the lists that `hopper.collect_kernel` leaves in place."""
+    row = tl.program_id(0)
+    visible = tl.load(visible_ptr + row)
+    wanted = tl.minimum(K, visible)
+    o = tl.arange(0, SLOTS)
+    r = o % BK
+    c = (o // BK) % CAP_P
+    i_split = o // (BK * CAP_P)
+    task = ((row // (2 * BQ)) * splits + i_split).to(tl.int64)
+    group = (row // BQ) % 2
+    inside = r * BQ + row % BQ
+    count = tl.load(counts_ptr + (task * 2 + group) * (BK * BQ) + inside, mask=i_split < splits, other=0)
+    valid = c < tl.minimum(count, CAP)
+    total = tl.sum(valid.to(tl.int32))
+    good = (total >= wanted) & (tl.max(count) <= CAP)
+    tl.store(flag_ptr + row, tl.where(good, 0, 1))
+    if good:
+        slot = (task * 2 + group) * (BK * BQ * CAP) + c * (BK * BQ) + inside
+        s = tl.load(values_ptr + slot, mask=valid, other=0.0) + 0.0
+        index = tl.load(index_ptr + slot, mask=valid, other=0)
+        _write_topk(_sortable(s), index, valid, wanted, out_ptr, row, K, KP)
 
 
 @triton.jit
@@ -442,6 +481,8 @@ class Launch:
     per_sm: int
     """Programs that fit a multiprocessor together."""
     tma: bool
+    hopper: bool = False
+    """The Gluon kernel; it runs two groups of `queries` however `groups` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +530,7 @@ def make_plan(blocks: int, columns: int, k: int, *, width: int, slots: int) -> P
         )
     sample = min(16384, max(1024, _power_of_2(6 * columns / k)))
     mean = k * sample / columns
-    rank = mean + 5 * mean**0.5 + 6
+    rank = (mean + 5 * mean**0.5 + 6) * 1.125  # the threshold may be an eighth too low
     survivors = rank * columns / sample
     # the sample's quantile wanders by rank^-0.5; six of those and the lists' own Poisson spread are allowed for
     dense = min(_power_of_2(survivors * (1 + 6 * rank**-0.5)), _power_of_2(columns))
@@ -564,6 +605,17 @@ def topk_triton(
         _threshold_kernel[(rows,)](
             sample, visible, threshold, k, plan.keep_all, SAMPLE=plan.sample, num_warps=8 if plan.sample > 4096 else 4
         )
+    out = torch.empty(rows, k, device=device, dtype=torch.int32)
+    flag = torch.empty(rows, device=device, dtype=torch.int32)
+    repair = partial(
+        _repair_kernel[(rows,)],
+        flag, q, keys, scale_arg, weights, threshold, visible, out, columns, k, H=heads, D=dim, BK=128,
+        DISTINCT=distinct, SCALED=scale is not None, GIVEN=False, PRECISION=precision, num_warps=4,
+    )  # fmt: skip
+    if launch.hopper:
+        _collect_hopper(q, keys, scale, weights, visible, threshold, flag, out, k, launch, plan)
+        repair()
+        return out
     lists = plan.programs * launch.groups * launch.keys * launch.queries * plan.cap
     lists_values = torch.empty(lists, device=device)
     lists_index = torch.empty(lists, device=device, dtype=torch.int32)
@@ -580,14 +632,45 @@ def topk_triton(
         GROUPS=launch.groups, CAP=plan.cap, DENSE=plan.dense, DISTINCT=distinct, SCALED=scale is not None, TMA=tma,
         STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    out = torch.empty(rows, k, device=device, dtype=torch.int32)
-    flag = torch.empty(rows, device=device, dtype=torch.int32)
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k)
-    _repair_kernel[(rows,)](
-        flag, q, keys, scale_arg, weights, threshold, visible, out, columns, k, H=heads, D=dim, BK=128,
-        DISTINCT=distinct, SCALED=scale is not None, GIVEN=False, PRECISION=precision, num_warps=4,
-    )  # fmt: skip
+    repair()
     return out
+
+
+def _collect_hopper(
+    q: Tensor, keys: Tensor, scale: Tensor | None, weights: Tensor, visible: Tensor, threshold: Tensor, flag: Tensor,
+    out: Tensor, k: int, launch: Launch, plan: Plan,
+) -> None:  # fmt: skip
+    """Collect and select through `hopper`."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from longrecall.kernels.indexer import hopper
+
+    rows, heads, dim = q.shape
+    width = launch.queries * heads
+    made = hopper.layouts(
+        gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float8e4nv,
+        keys=launch.keys, queries=launch.queries, heads=heads, dim=dim,
+    )  # fmt: skip
+    lists = plan.tasks * 2 * launch.keys * launch.queries
+    values = torch.empty(lists * plan.cap, device=q.device)
+    index = torch.empty(lists * plan.cap, device=q.device, dtype=torch.int32)
+    counts = torch.empty(lists, device=q.device, dtype=torch.int32)
+    hopper.collect_kernel[(plan.programs,)](
+        GluonDescriptor.from_tensor(q.view(-1, dim), [width, dim], made["q_layout"]),
+        GluonDescriptor.from_tensor(keys, [launch.keys, dim], made["k_layout"]),
+        weights if scale is None else scale, weights, visible, threshold, values, index, counts, rows, keys.shape[0],
+        plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys, CAP=plan.cap,
+        SCALED=scale is not None, STAGES=launch.stages, num_warps=launch.warps, **made,
+    )  # fmt: skip
+    cap = _power_of_2(plan.cap)
+    slots = _power_of_2(plan.splits) * launch.keys * cap
+    _select_lists_kernel[(rows,)](
+        values, index, counts, visible, flag, out, k, plan.splits, KP=_power_of_2(k), BQ=launch.queries,
+        BK=launch.keys, CAP=plan.cap, CAP_P=cap, SLOTS=slots,
+        num_warps=max(4, slots // 2048) if rows > 256 else min(16, max(4, slots // 512)),
+    )  # fmt: skip
 
 
 def _finish(
@@ -595,7 +678,7 @@ def _finish(
 ) -> None:
     _select_kernel[(out.shape[0],)](
         values, index, count, visible, flag, out, k, KP=_power_of_2(k), DENSE=dense,
-        num_warps=min(32, max(4, dense // 512)),
+        num_warps=4 if out.shape[0] > 256 else min(16, max(4, dense // 512)),
     )  # fmt: skip
 
 
@@ -614,23 +697,22 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
             scores, visible, out, columns, k, KP=_power_of_2(k), WIDTH=width, num_warps=min(16, max(4, width // 512))
         )
         return out
-    block, slots = 2048, 4 * multiprocessors(device)
-    plan = make_plan(rows, columns, k, width=block, slots=slots)
+    block = 4096
+    plan = make_plan(rows, columns, k, width=block, slots=4 * multiprocessors(device))
     threshold = torch.full((rows,), float(LOWEST.value), device=device)
     if plan.sample:
         _row_threshold_kernel[(rows,)](
-            scores, visible, threshold, columns, k, plan.keep_all, SAMPLE=plan.sample,
+            scores, visible, threshold, columns, k, min(plan.dense, columns), SAMPLE=plan.sample,
             num_warps=min(16, max(4, plan.sample // 512)),
         )  # fmt: skip
-    lists_values = torch.empty(plan.programs * block * plan.cap, device=device)
-    lists_index = torch.empty(plan.programs * block * plan.cap, device=device, dtype=torch.int32)
     dense_values = torch.empty(rows, plan.dense, device=device)
     dense_index = torch.empty(rows, plan.dense, device=device, dtype=torch.int32)
     count = torch.zeros(rows, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
-    _stream_kernel[(plan.programs,)](
-        scores, visible, threshold, lists_values, lists_index, dense_values, dense_index, count, columns,
-        plan.tasks, plan.splits, BLOCK=block, CAP=plan.cap, DENSE=plan.dense, STAGES=4, num_warps=8,
+    splits = max(1, min(triton.cdiv(columns, 2 * block), 8 * multiprocessors(device) // rows))
+    _stream_kernel[(rows * splits,)](
+        scores, visible, threshold, dense_values, dense_index, count, columns, splits, BLOCK=block, DENSE=plan.dense,
+        num_warps=8,
     )  # fmt: skip
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k)
     _repair_kernel[(rows,)](
