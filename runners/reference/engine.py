@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FinishReason = Literal["stop", "length", "abort"]
 
 # A prompt waits for another's prefill when that saves it more than this many tokens and this part of its own.
-SHARED_TOKENS, SHARED_PART = 32, 4
+SHARED_TOKENS, SHARED_PART = 32, 8
 MAX_ALL_LOGITS = 128  # tokens per step whose whole logits rows are kept: 1 MiB each at a vocabulary of 262,144
 PREFILLS_IN_A_ROW = 8  # then the running sequences get a token, so that a stream never stalls for a 32K prompt
 

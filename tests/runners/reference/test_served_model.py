@@ -86,7 +86,7 @@ def test_planted_facts_are_recalled_and_the_history_is_cached(url: str) -> None:
     history = conversation(FACTS)
     replies = {name: ask(client, history, name) for name in FACTS}
     right = sum(FACTS[name] in reply.choices[0].message.content for name, reply in replies.items())
-    assert right >= 4  # 6 of 6 when written; chance is nil
+    assert right >= 4  # 6 of 6 when written
     cached = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies.values()]
     history_tokens = httpx.post(
         f"{url}/tokenize", json={"messages": history, "add_generation_prompt": False}, trust_env=False
