@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
+from longrecall.evals.attribute import family_probabilities, fit_causes, next_arm, observe
+from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, Cause
 from longrecall.evals.cells import Floats
 from longrecall.evals.paired import (
     cluster_t,
@@ -22,7 +24,7 @@ from longrecall.evals.paired import (
     sign_flip_p,
     tango_lower,
 )
-from longrecall.evals.schema import VerdictConfig
+from longrecall.evals.schema import Observation, VerdictConfig
 from longrecall.evals.simulate import NOISY, QUIET, SHOCK, Bools, Engine, Loss, cells_of, draw_builds
 from longrecall.evals.verdict import judge_cells
 from longrecall.runners.schema import Build
@@ -311,11 +313,110 @@ def _campaign_replies(rng: np.random.Generator, n: int, engine: Engine, names: l
     return np.stack(per_rung, axis=1)
 
 
+ATTRIBUTION_RUNGS = (448, 1024, 2048)
+ATTRIBUTION_ONSET = 512
+ATTRIBUTION_BASE = 0.55
+
+
+def _draw_truth(rng: np.random.Generator, cause: Cause) -> dict[str, float]:
+    """True value of every feature under a cause: a visible loss whose growth agrees with its two sides."""
+    while True:
+        truth = {}
+        for name in FEATURES:
+            low, high = LEVELS[cause.signature.get(name, "any")]
+            truth[name] = float(rng.uniform(max(low, 0.0), min(high, 1.0)))
+        low, high = LEVELS[cause.signature.get("growth", "any")]
+        if cause.signature.get("short", "any") == "none":
+            truth["short"] = 0.0
+        grown = truth["long"] - truth["short"]
+        if low - 0.02 <= grown <= high and max(truth["long"], truth["short"]) >= 0.1:
+            truth["growth"] = grown
+            return truth
+
+
+def attribution_table(
+    reps: int, seed: int, *, conversations: int = 40, arm_error: float = 0.06
+) -> list[CalibrationRow]:
+    """Faults drawn at random from the causes: is the family named, and after how many further arms?
+
+    The loss is observed on simulated replays; each further arm returns its true value with normal error. The causes'
+    own ranges are the prior of the truth, so this measures the engine, not whether the ranges are those of real faults.
+    """
+    hits: dict[str, list[bool]] = {"from the ladder alone": [], "with the arms it asks for": []}
+    ruled_out: list[bool] = []
+    arms: list[int] = []
+    for rep in range(reps):
+        rng = np.random.default_rng((seed, rep))
+        cause = CAUSES[int(rng.integers(len(CAUSES)))]
+        truth = _draw_truth(rng, cause)
+        right = np.stack(
+            [
+                draw_builds(
+                    rng,
+                    reps=1,
+                    conversations=conversations,
+                    probes=8,
+                    base_recall=ATTRIBUTION_BASE,
+                    recalls=[ATTRIBUTION_BASE, ATTRIBUTION_BASE * (1 - truth[side])],
+                    icc=0.2,
+                    engine=QUIET,
+                )[0]
+                for side in ("short", "long", "long")
+            ],
+            axis=1,
+        )
+        cells = cells_of(right, builds=["base", "patch"], rungs=list(ATTRIBUTION_RUNGS))
+        observed = observe(cells, "base", "patch", onset=ATTRIBUTION_ONSET)
+        fits = fit_causes(observed)
+        families = family_probabilities(fits)
+        hits["from the ladder alone"].append(max(families, key=lambda f: families[f]) == cause.family)
+        used = 0
+        while (arm := next_arm(fits, [o.feature for o in observed])) is not None:
+            estimate = truth[arm.feature] + float(rng.normal(0, arm_error))
+            observed.append(
+                Observation(
+                    patch="patch",
+                    feature=arm.feature,
+                    estimate=estimate,
+                    stderr=arm_error,
+                    n=conversations,
+                    source="served",
+                )
+            )
+            fits = fit_causes(observed)
+            used += 1
+        families = family_probabilities(fits)
+        hits["with the arms it asks for"].append(max(families, key=lambda f: families[f]) == cause.family)
+        ruled_out.append(families[cause.family] < 0.02)
+        arms.append(used)
+    setting = f"{len(CAUSES)} causes, {conversations} × 8, base recall {ATTRIBUTION_BASE}"
+    rows = [
+        _rate("attribution", setting, f"right family named {how}", found, bar=None, ours=True)
+        for how, found in hits.items()
+    ]
+    rows.append(_rate("attribution", setting, "right family ruled out", ruled_out, bar=0.05, ours=True))
+    rows.append(
+        CalibrationRow(
+            table="attribution",
+            setting=setting,
+            rule="median further arms until settled",
+            value=float(np.median(arms)),
+            low=float(np.quantile(arms, 0.1)),
+            high=float(np.quantile(arms, 0.9)),
+            n=reps,
+            bar=None,
+            verdict=None,
+        )
+    )
+    return rows
+
+
 TABLES: dict[str, Callable[[int, int], list[CalibrationRow]]] = {
     "type1": type1_table,
     "exonerate": exonerate_table,
     "power": power_table,
     "campaign": lambda reps, seed: campaign_table(max(20, reps // 10), seed),
+    "attribution": attribution_table,
 }
 """Campaigns are judged whole, which costs more: a tenth of the repetitions."""
 

@@ -64,8 +64,9 @@ _THINK_OPEN = re.compile(r"<(think|thinking|reasoning|thought)>", re.I)
 _THINK_CLOSE = re.compile(r"^.*</(?:think|thinking|reasoning|thought)>", re.S | re.I)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=\S)|\n+")
 
-BEGUN_ANSWER_CHARS = 32
-"""A begun answer that has gone on for this long without a value was not cut short by the budget: it is wrong."""
+BEGUN_SLACK_CHARS = 8
+"""A begun answer that is this much longer than the gold and states no value was not cut short by the budget: it is wrong.
+Otherwise a damaged build that babbles up to the limit would count as missing data, and no longer as a loss."""
 
 
 def grade(
@@ -142,7 +143,7 @@ def _no_value(body: str, segment: str, probe: Probe, reader: "_Reader", *, cut: 
         return Grade("refusal", None)
     if is_loop(body):
         return Grade("loop", None)
-    if cut and not (probe.answer_prefix and len(body.strip()) >= BEGUN_ANSWER_CHARS):
+    if cut and not (probe.answer_prefix and len(body.strip()) >= len(probe.gold) + BEGUN_SLACK_CHARS):
         return Grade("truncated", None)
     near = reader.nearest(segment)
     if near is not None:

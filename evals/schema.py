@@ -221,6 +221,64 @@ class Flips:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One measured sign of what a patch does, on the scale of `causes.FEATURES`: 0 none, 1 everything."""
+
+    patch: str
+    feature: str
+    estimate: float
+    stderr: float
+    n: int
+    """Conversations (served evidence) or samples (in-process evidence) behind it."""
+    source: Literal["served", "in-process"]
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CauseFit:
+    """How well one cause agrees with everything observed of one patch."""
+
+    cause: str
+    family: str
+    probability: float
+    """Posterior over the known causes, equal prior for each family; a ranking, not a frequency."""
+    contradicted_by: tuple[str, ...]
+    """Features whose observation the cause all but excludes."""
+    predicted: dict[str, str]
+    """feature → level, for the features that were observed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextArm:
+    """The cheapest further measurement that would separate the causes still standing."""
+
+    feature: str
+    question: str
+    how: str
+    cost: float
+    """In builds served at one rung with the prefix cache on."""
+    bits: float
+    """Expected information about the family of the cause."""
+    separates: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """Why a patch loses recall: the causes its observations leave standing, and the sentence a reader takes away."""
+
+    patch: str
+    causes: tuple[CauseFit, ...]
+    """Most probable first; the contradicted ones last."""
+    observations: tuple[Observation, ...]
+    length_dependent_share: float | None
+    """Share of the loss beyond the onset that is absent at or below it; None without a loss or without short rungs."""
+    share_ci_low: float | None
+    share_ci_high: float | None
+    next_arm: NextArm | None
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Judgement:
     """All that the analysis says of one campaign; recomputable offline from the stored scores."""
 
