@@ -16,6 +16,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -222,7 +223,7 @@ def _expert_rows(problem: _Problem, tokens: int, tune: bool) -> list[dict[str, A
     return found
 
 
-def _reduce_rows(problem: _Problem, tokens: int) -> list[dict[str, Any]]:
+def _reduce_rows(problem: _Problem, tokens: int, tune: bool) -> list[dict[str, Any]]:
     """The sum-reduce alone, ours and torch eager's; RuntimeError when ours is wrong."""
     from longrecall.kernels.moe.combine import moe_sum_reduce
     from longrecall.kernels.moe.reference import moe_sum_reduce_ref
@@ -234,10 +235,17 @@ def _reduce_rows(problem: _Problem, tokens: int) -> list[dict[str, Any]]:
     if not error < problem.limit:
         raise RuntimeError(f"wrong sum-reduce at {tokens} tokens: relative error {error:.2e}")
     floor_ms = problem.floor_ms(tokens * (p.num_topk + 1) * p.hidden * y.element_size(), 0)
+    tried = []
+    if tune and problem.device == "cuda":
+        from longrecall.kernels.moe.kernel import moe_sum_reduce_triton
+
+        for block, warps in ((512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8)):
+            launch = partial(moe_sum_reduce_triton, y, None, factor, block=block, warps=warps)
+            tried.append({"block": block, "warps": warps, **problem.clock(launch, problem.repeats)})
     ours = problem.clock(lambda: moe_sum_reduce(y, None, factor), problem.repeats)
     eager = problem.clock(lambda: y.sum(1).mul_(factor), problem.repeats)
     return [
-        _row("sum-reduce", "longrecall", tokens, floor_ms, ours, error_vs_fp64=error),
+        _row("sum-reduce", "longrecall", tokens, floor_ms, ours, error_vs_fp64=error, tried=tried),
         _row("sum-reduce", "torch eager", tokens, floor_ms, eager),
     ]
 
@@ -292,7 +300,7 @@ def measure(
     )
     rows: list[dict[str, Any]] = []
     for count in tokens:
-        rows += _expert_rows(problem, count, tune) + _reduce_rows(problem, count)
+        rows += _expert_rows(problem, count, tune) + _reduce_rows(problem, count, tune)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     if device == "cuda":
         import triton

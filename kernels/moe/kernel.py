@@ -77,28 +77,28 @@ def _small_plan_kernel(
     BLOCK_M: tl.constexpr,
     N_POW2: tl.constexpr,
     E_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     o_n = tl.arange(0, N_POW2)
     m_n = o_n < N
-    expert = tl.load(p_idx + o_n, mask=m_n, other=0).to(tl.int32)
-    o_e = tl.arange(0, E_POW2)
-    rank = tl.zeros((N_POW2,), tl.int32)
-    low = tl.zeros((E_POW2,), tl.int32)
-    high = tl.zeros((E_POW2,), tl.int32)
-    for start in range(0, N, CHUNK):
-        o_j = start + tl.arange(0, CHUNK)
-        other = tl.load(p_idx + o_j, mask=o_j < N, other=2147483647).to(tl.int32)  # past the end: after every expert
-        same = other[None, :] == expert[:, None]  # [N_POW2, CHUNK]
-        before = (other[None, :] < expert[:, None]) | (same & (o_j[None, :] < o_n[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
-        low += tl.sum((other[None, :] < o_e[:, None]).to(tl.int32), 1)
-        high += tl.sum((other[None, :] <= o_e[:, None]).to(tl.int32), 1)
-    tl.store(p_order + rank, o_n, mask=m_n)
-    m_e = o_e < E
-    tl.store(p_offsets + o_e, low, mask=m_e)
-    tl.store(p_offsets + o_e + 1, high, mask=o_e == E - 1)
-    tl.store(p_blocks + o_e, tl.cumsum((high - low + BLOCK_M - 1) // BLOCK_M, 0), mask=m_e)
+    expert = tl.load(p_idx + o_n, mask=m_n, other=E_POW2 - 1).to(tl.int32)
+    if tl.program_id(0) == 0:
+        o_e = tl.arange(0, E_POW2)
+        # padding was counted with the last bin
+        count = tl.histogram(expert, E_POW2) - tl.where(o_e == E_POW2 - 1, N_POW2 - N, 0)
+        m_e = o_e < E
+        after = tl.cumsum(count, 0)
+        tl.store(p_offsets + o_e, after - count, mask=m_e)
+        tl.store(p_offsets + o_e + 1, after, mask=o_e == E - 1)
+        tl.store(p_blocks + o_e, tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0), mask=m_e)
+    else:
+        # a pair's place is the number of pairs before it: smaller expert, or the same one and earlier
+        o_r = (tl.program_id(0) - 1) * ROWS + tl.arange(0, ROWS)
+        m_r = o_r < N
+        own = tl.load(p_idx + o_r, mask=m_r, other=0).to(tl.int32)
+        same = expert[None, :] == own[:, None]  # [ROWS, N_POW2]
+        before = (expert[None, :] < own[:, None]) | (same & (o_n[None, :] < o_r[:, None]))
+        tl.store(p_order + tl.sum((before & m_n[None, :]).to(tl.int32), 1), o_r, mask=m_r)
 
 
 @triton.jit
@@ -282,7 +282,7 @@ class Plan(NamedTuple):
 
 
 _SMALL_PLAN = 1024
-"""(token, slot) pairs up to which one program that ranks every pair against every other beats a sort."""
+"""(token, slot) pairs up to which ranking every pair against every other beats a sort."""
 
 
 def make_plan(idx: Tensor, num_experts: int, block_m: int) -> Plan:
@@ -296,9 +296,9 @@ def make_plan(idx: Tensor, num_experts: int, block_m: int) -> Plan:
     if N <= _SMALL_PLAN:
         order = torch.empty(N, dtype=torch.int32, device=idx.device)
         offsets = torch.empty(E + 1, dtype=torch.int32, device=idx.device)
-        n_pow2 = max(16, triton.next_power_of_2(N))
-        _small_plan_kernel[(1,)](
-            flat, order, offsets, blocks, N, E, BLOCK_M=block_m, N_POW2=n_pow2, E_POW2=e_pow2, CHUNK=16, num_warps=8
+        rows, n_pow2 = 16, max(16, triton.next_power_of_2(N))
+        _small_plan_kernel[(1 + triton.cdiv(N, rows),)](
+            flat, order, offsets, blocks, N, E, BLOCK_M=block_m, N_POW2=n_pow2, E_POW2=e_pow2, ROWS=rows
         )
         return Plan(order, offsets, blocks, max_blocks)
     experts, order = torch.sort(flat.to(torch.int32), stable=True)
@@ -412,14 +412,21 @@ def moe_experts_triton(
     return down(h, w2.contiguous(), weights, plan, tiles.down).view(T, K, C)
 
 
-def moe_sum_reduce_triton(expert_out: Tensor, topk_weights: Tensor | None, routed_scaling_factor: float) -> Tensor:
+def moe_sum_reduce_triton(
+    expert_out: Tensor,
+    topk_weights: Tensor | None,
+    routed_scaling_factor: float,
+    *,
+    block: int = 1024,
+    warps: int = 4,
+) -> Tensor:
     """`moe_sum_reduce` in one pass over expert_out."""
     T, K, C = expert_out.shape
     out = torch.empty(T, C, dtype=expert_out.dtype, device=expert_out.device)
     if T == 0:
         return out
     expert_out = expert_out.contiguous()
-    block = min(1024, triton.next_power_of_2(C))
+    block = min(block, triton.next_power_of_2(C))
     _sum_reduce_kernel[(T, triton.cdiv(C, block))](
         expert_out,
         expert_out if topk_weights is None else topk_weights.float().contiguous(),
@@ -430,6 +437,6 @@ def moe_sum_reduce_triton(expert_out: Tensor, topk_weights: Tensor | None, route
         WEIGHTED=topk_weights is not None,
         EVEN_C=C % block == 0,
         BLOCK_C=block,
-        num_warps=4,
+        num_warps=warps,
     )
     return out

@@ -35,7 +35,9 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("T, E, K", [(1, 4, 2), (7, 5, 3), (90, 3, 1), (600, 7, 2)], ids=["T1", "T7", "T90", "sorted"])
+@pytest.mark.parametrize(
+    "T, E, K", [(1, 4, 1), (1, 6, 6), (7, 5, 3), (90, 3, 1), (600, 7, 2)], ids=["T1K1", "T1", "T7", "T90", "sorted"]
+)
 def test_plan_is_a_permutation_grouped_by_expert(T: int, E: int, K: int, block_m: int) -> None:
     idx = torch.randint(0, E, (T, K), generator=torch.Generator().manual_seed(T)).to(DEVICE)
     plan = make_plan(idx, E, block_m)
