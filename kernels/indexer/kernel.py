@@ -279,7 +279,7 @@ def _stream_kernel(
     scores_ptr, visible_ptr, threshold_ptr, dense_values_ptr, dense_index_ptr, count_ptr, S, splits,
     BLOCK: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Collect from given scores. Grid: rows x splits. One atomic a survivor: they are few, and warps need no barrier."""
+    """Collect from given scores. Grid: rows x splits. One atomic a survivor: they are few, and no warp waits."""
     row = tl.program_id(0) // splits
     visible = tl.load(visible_ptr + row)
     threshold = tl.load(threshold_ptr + row)
