@@ -39,6 +39,7 @@ from longrecall.runners.builds import (
     BASE,
     ModelFolder,
     PreparedBuild,
+    changed_keys,
     check_builds,
     given_builds,
     prepare_builds,
@@ -49,7 +50,7 @@ from longrecall.runners.engines import Engine, engine_of
 from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
 from longrecall.runners.processes import HeldPort, Server, ServerError, stop_all
-from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay
+from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unanswered
 from longrecall.runners.schema import Build, PatchSet
 
 DEFAULT_MARGIN = 0.10
@@ -74,6 +75,8 @@ class Options:
     parallel: int | None = None
     """Builds asked at the same time; None: as many as there are cores, one thread each."""
     threads: int | None = None
+    servers_at_once: int | None = None
+    """Builds served at the same time; None: as many as fit into memory."""
     runs_dir: Path = Path("results/runs")
     run_dir: Path | None = None
     fresh: bool = False
@@ -525,78 +528,130 @@ async def _ask_all(
     if len(journal.answered) >= planned:
         watcher.note("every planned question is answered already; nothing is asked")
         return {}
-    async with AsyncExitStack() as stack:
-        with stages.stage("start_s"):
-            campaign = await _start(plan, run_dir, campaign, servers, watcher)
-        endpoints = {}
-        for prepared in plan.builds:
-            build_id = prepared.build.build_id
-            url = servers[build_id].url if build_id in servers else prepared.endpoint
-            assert url is not None
-            endpoints[build_id] = await stack.enter_async_context(
-                connect(
-                    build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
-                    stream=options.stream, api_key=os.environ.get("OPENAI_API_KEY", "none") if not servers else "none",
-                )
-            )  # fmt: skip
-
-        def check_alive(build_id: str) -> None:
-            server = servers.get(build_id)
-            try:
-                if server is not None:
-                    server.check_alive()
-            except ServerError as problem:
-                raise BuildGone(str(problem)) from None
-
-        with stages.stage("replay_s"):
-            try:
-                result = await replay(
-                    replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=messages_for,
-                    check_alive=check_alive, on_reply=grades,
+    gone: dict[str, str] = {}
+    left = [item for item in plan.builds if unanswered(replay_plan, item.build.build_id, journal.answered)]
+    waves = plan_waves(plan, left, watcher.note)
+    infos = {
+        build.build_id: build.manifest.server_info
+        for build in campaign.builds
+        if build.manifest is not None and build.manifest.server_info is not None
+    }
+    for number, wave in enumerate(waves):
+        ids = [prepared.build.build_id for prepared in wave]
+        async with AsyncExitStack() as stack:
+            with stages.stage("start_s"):
+                campaign = await _start(plan, wave, run_dir, campaign, servers, infos, watcher)
+            endpoints = {}
+            for prepared in wave:
+                build_id = prepared.build.build_id
+                url = servers[build_id].url if build_id in servers else prepared.endpoint
+                assert url is not None
+                endpoints[build_id] = await stack.enter_async_context(
+                    connect(
+                        build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
+                        stream=options.stream, api_key="none" if servers else os.environ.get("OPENAI_API_KEY", "none"),
+                    )
                 )  # fmt: skip
-            except* JournalError as problems:
-                raise CampaignError(str(_first(problems))) from None
-        if plan.engine.statistics_path:
-            alive = [server.url for server in servers.values() if server.exit_code() is None]
-            for name, value in (await server_statistics(alive, plan.engine.statistics_path)).items():
-                stages.seconds[name] = value
-        for build_id, message in result.gone.items():
-            watcher.note(f"build {build_id} is incomplete: {message}")
-        if options.keep_servers:
-            watcher.end()
-            for build_id, server in servers.items():
-                watcher.note(f"{build_id} serves at {server.url}/v1")
-            watcher.note("servers are kept until Ctrl-C")
-            with suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-    return result.gone
+
+            def check_alive(build_id: str) -> None:
+                server = servers.get(build_id)
+                try:
+                    if server is not None:
+                        server.check_alive()
+                except ServerError as problem:
+                    raise BuildGone(str(problem)) from None
+
+            with stages.stage("replay_s"):
+                try:
+                    result = await replay(
+                        replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=messages_for,
+                        check_alive=check_alive, on_reply=grades, only=ids,
+                    )  # fmt: skip
+                except* JournalError as problems:
+                    raise CampaignError(str(_first(problems))) from None
+            gone |= result.gone
+            if plan.engine.statistics_path:
+                alive = [servers[name].url for name in ids if name in servers and servers[name].exit_code() is None]
+                for name, value in (await server_statistics(alive, plan.engine.statistics_path)).items():
+                    stages.seconds[name] = stages.seconds.get(name, 0.0) + value
+            for build_id, message in result.gone.items():
+                watcher.note(f"build {build_id} is incomplete: {message}")
+            if options.keep_servers and number == len(waves) - 1:
+                watcher.end()
+                for build_id in ids:
+                    if build_id in servers:
+                        watcher.note(f"{build_id} serves at {servers[build_id].url}/v1")
+                watcher.note("servers are kept until Ctrl-C")
+                with suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        if number < len(waves) - 1:
+            with stages.stage("stop_s"):
+                stop_all([servers.pop(name) for name in ids if name in servers])
+    return gone
+
+
+def plan_waves(
+    plan: Plan, builds: Sequence[PreparedBuild], note: Callable[[str], None]
+) -> list[Sequence[PreparedBuild]]:
+    """The builds served at the same time: all of them where memory allows, else in groups, one after another."""
+    at_once = plan.options.servers_at_once
+    engine = plan.engine
+    if at_once is None and engine.launches and engine.server_mb:
+        import psutil
+
+        available_mb = psutil.virtual_memory().available // 2**20
+        at_once = max(1, int(available_mb - engine.shared_mb) // engine.server_mb)
+        if at_once < len(builds):
+            note(
+                f"{available_mb:,} MB of memory are free and a server takes {engine.server_mb:,}: {at_once} of"
+                f" {len(builds)} builds are served at a time, so they are not interleaved block by block"
+            )
+    at_once = at_once or len(builds)
+    return [builds[start : start + at_once] for start in range(0, len(builds), at_once)]
 
 
 async def _start(
-    plan: Plan, run_dir: Path, campaign: Campaign, servers: dict[str, Server], watcher: Watcher
+    plan: Plan,
+    wave: Sequence[PreparedBuild],
+    run_dir: Path,
+    campaign: Campaign,
+    servers: dict[str, Server],
+    infos: dict[str, dict[str, object]],
+    watcher: Watcher,
 ) -> Campaign:
-    """Start every server, wait for its first token, and compare what each says of itself."""
-    for prepared in plan.builds:
+    """Start the servers of a wave, wait for each one's first token, and compare what each says of itself."""
+    started = []
+    for prepared in wave:
         if prepared.endpoint is None:
             build_id = prepared.build.build_id
             folder = run_dir.resolve() / "builds" / build_id
             servers[build_id] = Server(build_id, prepared.command, prepared.env, folder, HeldPort())
-    if servers:
-        watcher.note(f"starting {len(servers)} servers")
-    for server in servers.values():
+            started.append(servers[build_id])
+    if started:
+        watcher.note(f"starting {len(started)} servers")
+    for server in started:
         server.start()
     try:
         async with asyncio.TaskGroup() as group:
-            for server in servers.values():
+            for server in started:
                 group.create_task(server.wait_ready(plan.options.start_timeout_s))
     except* ServerError as problems:
         raise CampaignError(str(_first(problems))) from None
-    infos = {}
-    for build_id, server in servers.items():
-        infos[build_id] = await server_info(build_id, server.url) if plan.engine.capabilities.server_info else None
-    told = tuple(with_server_info(build, infos.get(build.build_id)) for build in (p.build for p in plan.builds))
-    check_builds(told, plan.patchset, plan.engine)
-    for build in told:
+    if plan.engine.capabilities.server_info:
+        for server in started:
+            info = await server_info(server.name, server.url)
+            before = infos.get(server.name, info)
+            changed = changed_keys(before, info, plan.engine)
+            if changed:
+                raise CampaignError(
+                    f"build {server.name} is not the server this run began with: {'; '.join(changed)};"
+                    " give --fresh for a new run"
+                )
+            infos[server.name] = info
+    told = tuple(with_server_info(prepared.build, infos.get(prepared.build.build_id)) for prepared in plan.builds)
+    asked = [build for build in told if not infos or build.build_id in infos]
+    check_builds(asked, plan.patchset, plan.engine)
+    for build in asked:
         run_folder.write_json(run_dir / "builds" / build.build_id / "manifest.json", build)
     campaign = replace(campaign, builds=told)
     run_folder.write_campaign(run_dir, campaign)

@@ -27,6 +27,9 @@ def evaluate(
     only: Annotated[list[str] | None, typer.Option(help="Run this patch (and the controls); may be repeated.")] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Builds asked at once. Default: one per core.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads per server. Default: cores / parallel.")] = None,
+    servers_at_once: Annotated[
+        int | None, typer.Option(min=1, help="Builds served at once. Default: by memory.")
+    ] = None,
     fail_on: Annotated[str, typer.Option(help="culprit, inconclusive, or both with a comma.")] = "",
     run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: new, or the unfinished one.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("results/runs"),
@@ -60,6 +63,7 @@ def evaluate(
             only=tuple(only or ()),
             parallel=parallel,
             threads=threads,
+            servers_at_once=servers_at_once,
             runs_dir=runs_dir,
             run_dir=run_dir,
             fresh=fresh,

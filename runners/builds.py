@@ -393,6 +393,16 @@ def flatten(value: object, prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def changed_keys(before: Mapping[str, object], after: Mapping[str, object], engine: Engine) -> list[str]:
+    """What a server says otherwise than before, volatile keys aside, as "key: old -> new"."""
+    old, new = flatten(before), flatten(after)
+    return [
+        f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(is_volatile(engine, part) for part in key.split("."))
+    ]
+
+
 def check_builds(builds: Sequence[Build], patchset: PatchSet, engine: Engine) -> None:
     """Refuse builds that differ from the base by more than their patch.
 

@@ -12,7 +12,7 @@ The order of the probes is the same on every build, so that it cancels in the co
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from longrecall.needles.schema import Ask, Conversation, Probe
@@ -223,6 +223,17 @@ def probe_order(plan: ReplayPlan, conversation: Conversation, rung: int) -> list
     asks = sorted((ask_ for ask_ in conversation.asks if ask_.rung == rung), key=lambda item: item.probe_id)
     random.Random(f"{plan.seed}/{conversation.conversation_id}/{rung}").shuffle(asks)
     return asks
+
+
+def unanswered(plan: ReplayPlan, build_id: str, answered: Set[Key]) -> int:
+    """How many questions of one build the journal does not hold yet."""
+    return sum(
+        _key(build_id, plan.conversations[name], ask_, arm, repeat) not in answered
+        for name in plan.conversation_order
+        for ask_ in plan.conversations[name].asks
+        for arm in plan.arms
+        for repeat in range(plan.repeats)
+    )
 
 
 def _key(build_id: str, conversation: Conversation, ask_: Ask, arm: Arm, repeat: int) -> Key:

@@ -1,5 +1,6 @@
 """The whole of `longrecall eval` against real servers on loopback: verdicts, resume, exit codes, bad input."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -324,6 +325,18 @@ def test_launched_builds_are_recorded_with_what_they_say_and_all_ended(launched:
     assert exit_code(outcome.report, frozenset(), outcome.gone) == 3, "3 conversations cannot pass the controls"
 
 
+def test_builds_that_do_not_fit_into_memory_are_served_in_turn(launched: Callable[..., Options]) -> None:
+    options = dataclasses.replace(launched(BAD), servers_at_once=1)
+    outcome = run_campaign(options, Watcher())
+    assert not outcome.report.partial and outcome.gone == {}
+    replays = run_folder.load_replays(outcome.run_dir)
+    order = [replay.build_id for replay in sorted(replays, key=lambda replay: replay.send_order)]
+    assert list(dict.fromkeys(order)) == ["base", "base-again", "bad"] and order == sorted(order, key=order.index)
+    assert all(
+        build.manifest and build.manifest.server_info for build in run_folder.load_campaign(outcome.run_dir).builds
+    )
+
+
 def test_a_server_that_says_it_is_something_else_is_refused(launched: Callable[..., Options]) -> None:
     other = '[[patch]]\nid = "other"\nargs = ["--info", \'{"backend": "dense"}\']\n'
     with pytest.raises(
@@ -355,12 +368,10 @@ def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on
 
 
 def test_another_campaign_cannot_be_put_into_a_run_folder(launched: Callable[..., Options]) -> None:
-    from dataclasses import replace
-
     options = launched(BAD)
     outcome = run_campaign(options, Watcher())
     with pytest.raises(CampaignError, match="holds another campaign"):
-        run_campaign(replace(options, run_dir=outcome.run_dir, seed=5), Watcher())
+        run_campaign(dataclasses.replace(options, run_dir=outcome.run_dir, seed=5), Watcher())
 
 
 def test_a_finished_run_is_not_gone_on_with(launched: Callable[..., Options]) -> None:
