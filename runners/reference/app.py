@@ -20,8 +20,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from longrecall.runners.reference import protocol
-from longrecall.runners.reference.engine import Engine, EngineStoppedError, Progress, QueueFullError, Request, Sampling
+from longrecall.runners.reference.answers import Answers, usage
+from longrecall.runners.reference.engine import Engine
 from longrecall.runners.reference.protocol import ApiError, Job, Limits, encode_json
+from longrecall.runners.reference.request import EngineStoppedError, Progress, QueueFullError, Request
+from longrecall.runners.reference.sampling import Sampling
 from longrecall.runners.reference.tokenizer import TemplateError
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -129,7 +132,7 @@ class Api:
         self.engine = engine
         self.limits = limits
         self.info = info
-        self.answers = protocol.Answers(engine.tokenizer)
+        self.answers = Answers(engine.tokenizer)
         self.created = int(time.time())
 
     def app(self) -> Starlette:
@@ -228,7 +231,7 @@ class Api:
             "finish_reason": request.finish_reason,
             "matched_stop": request.matched_stop,
         }
-        return {**self._head("chatcmpl", "chat.completion"), "choices": [choice], "usage": protocol.usage(requests)}
+        return {**self._head("chatcmpl", "chat.completion"), "choices": [choice], "usage": usage(requests)}
 
     def _chat_stream(self, job: Job, run: _Run) -> Callable[[Progress | None], list[dict[str, object]]]:
         head = self._head("chatcmpl", "chat.completion.chunk")
@@ -242,7 +245,7 @@ class Api:
         def chunks(progress: Progress | None) -> list[dict[str, object]]:
             nonlocal first
             if progress is None:
-                return [{**head, "choices": [], "usage": protocol.usage(run.requests)}] if job.include_usage else []
+                return [{**head, "choices": [], "usage": usage(run.requests)}] if job.include_usage else []
             made = [chunk({"role": "assistant", "content": ""})] if first else []
             first = False
             logprobs = self.answers.chat_logprobs(progress.tokens) if job.top_logprobs is not None else None
@@ -267,7 +270,7 @@ class Api:
                     "matched_stop": request.matched_stop,
                 }
             )
-        return {**self._head("cmpl", "text_completion"), "choices": choices, "usage": protocol.usage(requests)}
+        return {**self._head("cmpl", "text_completion"), "choices": choices, "usage": usage(requests)}
 
     def _completion_stream(self, job: Job, run: _Run) -> Callable[[Progress | None], list[dict[str, object]]]:
         head = self._head("cmpl", "text_completion")
@@ -287,7 +290,7 @@ class Api:
         def chunks(progress: Progress | None) -> list[dict[str, object]]:
             nonlocal first
             if progress is None:
-                return [{**head, "choices": [], "usage": protocol.usage(run.requests)}] if job.include_usage else []
+                return [{**head, "choices": [], "usage": usage(run.requests)}] if job.include_usage else []
             made = []
             if first and job.echo:
                 made.append(chunk(self.engine.tokenizer.decode(request.token_ids), self.answers.echoed(request), None))

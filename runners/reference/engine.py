@@ -13,8 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +21,16 @@ import torch
 
 from longrecall.runners.reference.interface import Chunk, Logits, Model, SequenceCache
 from longrecall.runners.reference.prefix_cache import Entry, PrefixCache, Tokens, common_prefix
+from longrecall.runners.reference.request import EngineStoppedError, FinishReason, Progress, QueueFullError, Request
+from longrecall.runners.reference.sampling import Sampling, TokenLogprob, draw, held_back, token_logprobs
 from longrecall.runners.reference.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
-
-FinishReason = Literal["stop", "length", "abort"]
 
 # A prompt waits for another's prefill when that saves it more than this many tokens and this part of its own.
 SHARED_TOKENS, SHARED_PART = 32, 8
 MAX_ALL_LOGITS = 128  # tokens per step whose whole logits rows are kept: 1 MiB each at a vocabulary of 262,144
 PREFILLS_IN_A_ROW = 8  # then the running sequences get a token, so that a stream never stalls for a 32K prompt
-
-
-class QueueFullError(RuntimeError):
-    """The server holds as many requests as it may; try again later."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine is not running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,74 +50,6 @@ class Settings:
     max_batch_window_s: float = 0.1
     """…or after this long in any case."""
     random_seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen and when to end."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: all."""
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-
-
-class TokenLogprob(NamedTuple):
-    """A token with its natural-log probability (before temperature) and the most probable alternatives."""
-
-    token_id: int
-    logprob: float | None
-    """None: not computed (the first token of a prompt)."""
-    top: tuple[tuple[int, float], ...]
-
-
-class Progress(NamedTuple):
-    """What a step added to one request."""
-
-    text: str
-    tokens: tuple[TokenLogprob, ...]
-    finished: bool
-    error: Exception | None = None
-
-
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """One sequence to prefill and continue; the engine fills in the results."""
-
-    token_ids: list[int]
-    sampling: Sampling
-    top_logprobs: int | None = None
-    """Alternatives per generated token; None: no logprobs."""
-    prompt_logprob_start: int | None = None
-    """First prompt token whose forced logprob is wanted; None: none."""
-    cache_salt: str = ""
-    return_indexer_topk: bool = False
-    sink: Callable[[Progress], None]
-    """Called in the engine's thread after each step of this request; must not block."""
-    stream: bool = True
-    """False: the sink is called once, at the end, with an empty Progress."""
-
-    cancelled: bool = False
-    """Set it from any thread; the engine drops the request at its next step."""
-
-    output_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of prompt tokens from `prompt_logprob_start` on."""
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    matched_stop: str | int | None = None
-    cached_tokens: int = 0
-    indexer_topk: npt.NDArray[np.int32] | None = None
-    """[tokens computed, n_indexer_layers, index_topk]."""
-    received_s: float = field(default_factory=time.perf_counter)
-    first_token_s: float | None = None
-    finished_s: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -456,7 +379,7 @@ class Engine:
         first = sequence.position + 1
         targets = request.token_ids[first : first + len(logits)]
         request.prompt_logprobs.extend(
-            _logprobs(logits[: len(targets)], targets, [request.top_logprobs or 0] * len(targets))
+            token_logprobs(logits[: len(targets)], targets, [request.top_logprobs or 0] * len(targets))
         )
 
     def _sample(self, sequences: Sequence[_Sequence], logits: torch.Tensor) -> None:
@@ -473,13 +396,13 @@ class Engine:
         chosen: list[int] = argmax.tolist()
         for i, sequence in enumerate(sequences):
             if sequence.generator is not None:
-                chosen[i] = _draw(logits[i], sequence.request.sampling, sequence.generator)
+                chosen[i] = draw(logits[i], sequence.request.sampling, sequence.generator)
         wanted = [i for i, s in enumerate(sequences) if s.request.top_logprobs is not None]
         scored: dict[int, TokenLogprob] = {}
         if wanted:
             rows = logits if len(wanted) == len(sequences) else logits[wanted]
             tops = [sequences[i].request.top_logprobs or 0 for i in wanted]
-            scored = dict(zip(wanted, _logprobs(rows, [chosen[i] for i in wanted], tops), strict=True))
+            scored = dict(zip(wanted, token_logprobs(rows, [chosen[i] for i in wanted], tops), strict=True))
         for i, (sequence, token_id) in enumerate(zip(sequences, chosen, strict=True)):
             self._append(sequence, token_id, scored.get(i))
 
@@ -508,7 +431,7 @@ class Engine:
                 request.text += sequence.decoder.finish()
             self._finish(sequence, reason)
         elif request.stream:
-            self._report(sequence, hold=_held_back(request.text, sampling.stop))
+            self._report(sequence, hold=held_back(request.text, sampling.stop))
 
     def _find_stop(self, request: Request, before: int) -> str | None:
         """The stop string that begins first in the text, which is cut before it."""
@@ -568,43 +491,3 @@ class Engine:
     def _fail(self, sequence: _Sequence, error: Exception) -> None:
         sequence.request.finish_reason = "abort"
         sequence.request.sink(Progress("", (), True, error))
-
-
-def _logprobs(logits: torch.Tensor, targets: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probabilities of `targets` under the rows of `logits` [n, V], with the tops[i] best of each row."""
-    normaliser = torch.logsumexp(logits, dim=-1)
-    index = torch.tensor(targets, device=logits.device)
-    picked: list[float] = (logits.gather(1, index[:, None]).squeeze(1) - normaliser).tolist()
-    most = max(tops, default=0)
-    if most:
-        values, ids = logits.topk(most, dim=-1)
-        best_values: list[list[float]] = (values - normaliser[:, None]).tolist()
-        best_ids: list[list[int]] = ids.tolist()
-    result = []
-    for i, (target, logprob, top) in enumerate(zip(targets, picked, tops, strict=True)):
-        best = tuple(zip(best_ids[i][:top], best_values[i][:top], strict=True)) if top else ()
-        result.append(TokenLogprob(target, logprob, best))
-    return result
-
-
-def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A sample from one row [V], after temperature, then top-k, then top-p."""
-    scaled = logits.float().cpu() / sampling.temperature
-    if not sampling.top_k and sampling.top_p >= 1:  # no need to sort
-        return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator))
-    values, ids = scaled.topk(min(sampling.top_k or len(scaled), len(scaled)))
-    probabilities = torch.softmax(values, dim=-1)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
-                break
-    return longest

@@ -11,15 +11,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from longrecall.runners.reference import engine as module
-from longrecall.runners.reference.engine import (
-    Engine,
-    EngineStoppedError,
-    Progress,
-    QueueFullError,
-    Request,
-    Sampling,
-    Settings,
-)
+from longrecall.runners.reference.engine import Engine, Settings
+from longrecall.runners.reference.interface import Chunk
+from longrecall.runners.reference.request import EngineStoppedError, Progress, QueueFullError, Request
+from longrecall.runners.reference.sampling import Sampling
 from longrecall.runners.reference.tokenizer import TextTokenizer
 
 # Logprobs of one prompt served alone, packed, from the cache or in chunks: fp32 GEMMs of other shapes round otherwise.
@@ -88,7 +83,7 @@ def without_engine(model: Any, token_ids: list[int], steps: int) -> tuple[list[i
     """Greedy continuation by recomputing everything at each step."""
     ids, logprobs = list(token_ids), []
     for _ in range(steps):
-        (logits,) = model.prefill([module.Chunk(tokens=ids, cache=model.new_cache(), logits="last")])
+        (logits,) = model.prefill([Chunk(tokens=ids, cache=model.new_cache(), logits="last")])
         row = torch.log_softmax(logits[-1], dim=-1)
         ids.append(int(row.argmax()))
         logprobs.append(float(row[ids[-1]]))
@@ -242,7 +237,7 @@ def test_long_prompts_are_prefilled_in_chunks(make_engine: Any, tiny_model: Any)
 
 def test_forced_logprobs_are_those_of_the_model(make_engine: Any, tiny_model: Any) -> None:
     ids = prompt(8, 300)
-    (logits,) = tiny_model.prefill([module.Chunk(tokens=ids, cache=tiny_model.new_cache(), logits="all")])
+    (logits,) = tiny_model.prefill([Chunk(tokens=ids, cache=tiny_model.new_cache(), logits="all")])
     expected = torch.log_softmax(logits, dim=-1)[torch.arange(299), torch.tensor(ids[1:])].tolist()
     engine = make_engine()
     request = ask(engine, ids, prompt_logprob_start=0, top_logprobs=2, max_tokens=0)
@@ -295,7 +290,7 @@ def test_sampling_repeats_with_its_seed_and_follows_the_distribution(make_engine
         ).output_ids
 
     assert draw(5) == draw(5)
-    (logits,) = tiny_model.prefill([module.Chunk(tokens=prompt(12, 9), cache=tiny_model.new_cache(), logits="last")])
+    (logits,) = tiny_model.prefill([Chunk(tokens=prompt(12, 9), cache=tiny_model.new_cache(), logits="last")])
     probabilities = torch.softmax(logits[-1], dim=-1)
     best = int(probabilities.argmax())
     drawn = [draw(seed)[0] for seed in range(300)]
