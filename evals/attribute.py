@@ -95,13 +95,13 @@ def _recovered(cells: Cells, baseline: str, patch: str, suffix: str, onset: int 
 
 
 def _excess_flips(cells: Cells, baseline: str, patch: str, again: str) -> Floats | None:
-    own = differences(cells, patch, again)
-    flips = (own.lost_share + own.gained_share)[:-1].mean(axis=0)
+    """[U] flips of the patch against itself less those of the base; None without an A/A build to hold them against."""
     repeat = f"{baseline}-again"
-    if repeat in cells.builds:
-        base = differences(cells, baseline, repeat)
-        flips = flips - (base.lost_share + base.gained_share)[:-1].mean(axis=0)
-    return flips if np.isfinite(flips).any() else None
+    if repeat not in cells.builds:
+        return None
+    own, base = differences(cells, patch, again), differences(cells, baseline, repeat)
+    excess = own.lost_share + own.gained_share - base.lost_share - base.gained_share
+    return np.asarray(excess[:-1].mean(axis=0))
 
 
 def _observation(patch: str, feature: str, values: Floats, detail: str) -> Observation | None:
@@ -262,10 +262,17 @@ def attribute(
     *,
     onset: int | None,
     more: Sequence[Observation] = (),
+    without: Iterable[str] = (),
     unavailable: Iterable[str] = (),
 ) -> Attribution:
-    """Everything known of one patch, fitted. more: observations made elsewhere; those of other patches are ignored."""
-    observations = [*observe(cells, baseline, patch, onset=onset), *(o for o in more if o.patch == patch)]
+    """Everything known of one patch, fitted.
+
+    more: observations made elsewhere; those of other patches are ignored. without: features not to take from these
+    scores, because `more` has them better. unavailable: features that cannot be measured next.
+    """
+    skip = set(without)
+    own = [o for o in observe(cells, baseline, patch, onset=onset) if o.feature not in skip]
+    observations = [*own, *(o for o in more if o.patch == patch)]
     fits = fit_causes(observations)
     share = length_dependent_share(cells, baseline, patch, onset=onset)
     arm = next_arm(fits, [o.feature for o in observations], unavailable=unavailable)

@@ -6,11 +6,11 @@ predicts a level for each feature; a feature it says nothing about is left open.
 of recall lost (or recovered, or changed), not verdicts: `attribute.py` weighs them against what was measured.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from scipy import stats
+from scipy import special
 
 Level = Literal["none", "small", "some", "large", "any"]
 
@@ -31,8 +31,9 @@ def level_log_density(level: Level, estimate: float, stderr: float) -> float:
     upper, lower = (high - estimate) / error, (low - estimate) / error
     if lower > 0:  # compute in the tail that keeps its digits
         upper, lower = -lower, -upper
-    log_mass = stats.norm.logcdf(upper) + np.log1p(-np.exp(stats.norm.logcdf(lower) - stats.norm.logcdf(upper)))
-    return float(max(log_mass, -1e3) - np.log(high - low))
+    below = float(special.log_ndtr(upper))
+    log_mass = below + math.log1p(-math.exp(min(float(special.log_ndtr(lower)) - below, -1e-12)))
+    return max(log_mass, -1e3) - math.log(high - low)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +311,7 @@ CAUSES: tuple[Cause, ...] = (
         scaling_recovers="none",
         decode_recovers="none",
         concat_recovers="none",
+        residue="none",
         chunk_recovers="large",
         decode_kl="none",
     ),

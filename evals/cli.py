@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from longrecall.evals.schema import Attribution
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -150,6 +153,87 @@ def plan(
             else ""
         )
     )
+
+
+def attribute(
+    run: Annotated[list[Path], typer.Argument(help="Run folder; later ones add arms served afterwards.")],
+    patch: Annotated[str | None, typer.Option(help="One patch; all that lose recall when left out.")] = None,
+    evidence: Annotated[list[Path] | None, typer.Option(help="In-process observations (JSON); repeatable.")] = None,
+    serve_next: Annotated[bool, typer.Option("--next", help="Serve the next arm now.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --next: write its patchset only.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Say why a patch loses recall: which causes fit, which are ruled out, what to measure next.
+
+    longrecall attribute results/runs/A
+    longrecall attribute results/runs/A --patch index-rotation-one-sided --next
+    longrecall attribute results/runs/A results/runs/B --evidence needle_hits.json
+    """
+    from longrecall.evals.explain import attribute_runs
+    from longrecall.evals.scores_file import ScoresError
+
+    try:
+        found = attribute_runs(run, patch=patch, evidence=evidence or [])
+    except ScoresError as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps([asdict(a) for a in found], separators=(",", ":"), allow_nan=False))
+    else:
+        for attribution in found:
+            _print_causes(attribution)
+        if not found:
+            typer.echo(
+                "no patch loses recall in this run: nothing to attribute (name one with --patch to see it anyway)"
+            )
+    if serve_next:
+        _serve_next(run[-1], found, dry_run=dry_run)
+
+
+def _print_causes(found: "Attribution") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=found.patch)
+    for name in ("cause", "family", "probability", "predicted", "ruled out by"):
+        table.add_column(name)
+    for fit in found.causes:
+        predicted = ", ".join(f"{k} {v}" for k, v in fit.predicted.items() if v != "any")
+        table.add_row(fit.cause, fit.family, f"{fit.probability:.2f}", predicted, ", ".join(fit.contradicted_by) or "–")
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    for o in found.observations:
+        typer.echo(f"  {o.feature}: {o.estimate:+.2f} ± {1.96 * o.stderr:.2f} ({o.source}, n = {o.n}) {o.detail}")
+    typer.echo(found.sentence)
+
+
+def _serve_next(run: Path, found: "Sequence[Attribution]", *, dry_run: bool) -> None:
+    """Write the patchset of the first open attribution's next arm, and serve it as a campaign of its own."""
+    import subprocess
+
+    from longrecall.evals.next_arm import write_next_patchset
+    from longrecall.evals.scores_file import ScoresError
+
+    wanted = next((a for a in found if a.next_arm is not None), None)
+    if wanted is None or wanted.next_arm is None:
+        typer.echo("nothing is left to separate: no further arm")
+        return
+    path = run / f"next-{wanted.patch}-{wanted.next_arm.feature}.toml"
+    try:
+        write_next_patchset(run, wanted.patch, wanted.next_arm, path)
+        rungs, conversations = _campaign_shape(run)
+    except ScoresError as error:
+        _fail(error)
+    command = ["-m", "longrecall.results.main", "eval", str(path), "--rungs", rungs, "--conversations", conversations]
+    typer.echo(f"next arm: {wanted.next_arm.question}")
+    typer.echo(f"longrecall {' '.join(command[2:])}")
+    if not dry_run:
+        raise typer.Exit(subprocess.run([sys.executable, *command], check=False).returncode)
+
+
+def _campaign_shape(run: Path) -> tuple[str, str]:
+    from longrecall.evals.stored_run import load_run
+
+    stored = load_run(run)
+    return ",".join(map(str, stored.rungs)), str(len(stored.order))
 
 
 def calibrate(

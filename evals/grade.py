@@ -65,8 +65,8 @@ _THINK_CLOSE = re.compile(r"^.*</(?:think|thinking|reasoning|thought)>", re.S | 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=\S)|\n+")
 
 BEGUN_SLACK_CHARS = 8
-"""A begun answer that is this much longer than the gold and states no value was not cut short by the budget: it is wrong.
-Otherwise a damaged build that babbles up to the limit would count as missing data, and no longer as a loss."""
+"""A begun answer that is this much longer than the gold and states no value was not cut short by the budget: it is
+wrong. Otherwise a damaged build that babbles up to the limit would count as missing data, and no longer as a loss."""
 
 
 def grade(

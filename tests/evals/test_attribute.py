@@ -1,0 +1,306 @@
+"""Attribution: faults with a known signature are named, rivals ruled out, and the next arm is one that separates."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from longrecall.evals.attribute import (
+    attribute,
+    family_probabilities,
+    fit_causes,
+    length_dependent_share,
+    load_observations,
+    next_arm,
+    observe,
+)
+from longrecall.evals.calibration import attribution_table
+from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, level_log_density
+from longrecall.evals.cells import make_cells
+from longrecall.evals.schema import Observation
+from longrecall.evals.scores_file import ScoresError, write_scores
+from longrecall.evals.simulate import QUIET, cells_of, draw_builds, scores_of
+from longrecall.results.main import build_app
+from longrecall.runners.patchset import load_patchset
+
+pytestmark = pytest.mark.filterwarnings("error:invalid value")
+RUNGS = [448, 1024, 2048]
+BASE = 0.6
+# share of the base's recall lost at 448, 1024, 2048 tokens
+FAULTS = {
+    "rotation": (0.0, 0.9, 0.97),
+    "scaling": (0.9, 0.95, 0.95),
+    "harmless": (0.0, 0.0, 0.0),
+}
+
+
+def replies(faults, *, conversations=40, seed=0, rungs=RUNGS):
+    return np.stack(
+        [
+            draw_builds(
+                np.random.default_rng((seed, r)),
+                reps=1,
+                conversations=conversations,
+                probes=8,
+                base_recall=BASE,
+                recalls=[BASE, *(BASE * (1 - lost[r]) for lost in faults.values())],
+                icc=0.2,
+                engine=QUIET,
+            )[0]
+            for r in range(len(rungs))
+        ],
+        axis=1,
+    )
+
+
+def cells(faults=FAULTS, **options):
+    return cells_of(replies(faults, **options), builds=["base", *faults], rungs=options.get("rungs", RUNGS))
+
+
+def seen(feature, estimate, stderr=0.05):
+    return Observation(patch="p", feature=feature, estimate=estimate, stderr=stderr, n=40, source="served")
+
+
+def test_levels_are_densities():
+    for level, (low, high) in LEVELS.items():
+        x = np.linspace(low - 1, high + 1, 4001)
+        density = np.exp([level_log_density(level, v, 0.05) for v in x])
+        assert np.trapezoid(density, x) == pytest.approx(1.0, abs=1e-3), level
+    assert level_log_density("none", 0.9, 0.05) < -100  # far out it stays finite and tiny
+
+
+def test_every_cause_speaks_of_known_features_and_of_both_sides_of_the_onset():
+    for cause in CAUSES:
+        assert {"short", "long", "growth"} & set(cause.signature)
+        assert set(cause.signature) <= set(FEATURES)
+
+
+def test_loss_that_needs_the_longer_context_is_index_keys_and_routed_scaling_is_ruled_out():
+    found = attribute(cells(), "base", "rotation", onset=512)
+    families = family_probabilities(found.causes)
+    assert families["index keys"] == max(families.values()) and families["routed scaling"] < 0.02
+    assert found.length_dependent_share == pytest.approx(1.0, abs=0.1) and found.share_ci_low > 0.85
+    scaling = next(f for f in found.causes if f.cause == "routed-scaling")
+    assert "short" in scaling.contradicted_by
+    assert "routed scaling ruled out by" in found.sentence and "100%" in found.sentence
+
+
+def test_loss_at_every_length_is_routed_scaling_and_index_keys_are_ruled_out():
+    found = attribute(cells(), "base", "scaling", onset=512)
+    families = family_probabilities(found.causes)
+    assert families["index keys"] < 0.02 and families["routed scaling"] > 0.1
+    assert found.length_dependent_share < 0.2
+    assert "index keys ruled out by" in found.sentence
+    assert found.next_arm is not None and "routed scaling" in found.next_arm.separates
+
+
+def test_no_loss_is_said_to_be_none():
+    found = attribute(cells(conversations=200), "base", "harmless", onset=512)
+    assert found.length_dependent_share is None and "no loss to explain" in found.sentence
+
+
+def test_without_rungs_below_the_onset_causes_stay_open():
+    found = attribute(cells({"rotation": (0.9, 0.95)}, rungs=[1024, 2048]), "base", "rotation", onset=512)
+    assert [o.feature for o in found.observations] == ["long"] and found.length_dependent_share is None
+    assert len([f for f in family_probabilities(found.causes).values() if f > 0.02]) >= 3
+    unknown = attribute(cells(), "base", "rotation", onset=None)
+    assert unknown.observations == () and "nothing was measured" in unknown.sentence
+
+
+@pytest.mark.parametrize(
+    ("observations", "family"),
+    [
+        ([seen("short", 0.0, 0.01), seen("long", 0.5), seen("topk_recovers", 0.9)], "index keys"),
+        ([seen("short", 0.5), seen("long", 0.5), seen("scaling_recovers", 0.95)], "routed scaling"),
+        (
+            [seen("short", 0.1), seen("long", 0.5), seen("decode_recovers", 0.9), seen("decode_kl", 0.8)],
+            "decode kernel",
+        ),
+        ([seen("short", 0.1), seen("long", 0.5), seen("cache_off_recovers", 1.0)], "cache/transfer"),
+        (
+            [seen("short", 0.0), seen("long", 0.4), seen("residue", 0.4), seen("scaling_recovers", 0.0)],
+            "compressor/residue",
+        ),
+        ([seen("short", 0.0, 0.01), seen("long", 0.4), seen("chunk_recovers", 0.9)], "prefill chunks"),
+        ([seen("short", 0.3), seen("long", 0.4), seen("concat_recovers", 0.9)], "template"),
+        ([seen("short", 0.05, 0.01), seen("long", 0.05, 0.01), seen("growth", 0.0, 0.01)], "MHC"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_each_family_is_named_by_its_own_sign(observations, family):
+    fits = fit_causes(observations)
+    assert fits[0].family == family
+    assert sum(f.probability for f in fits) == pytest.approx(1.0)
+
+
+def test_selection_at_chance_tells_a_broken_transform_from_a_coarse_format():
+    common = [seen("short", 0.0, 0.01), seen("long", 0.6), seen("growth", 0.6)]
+    assert fit_causes([*common, seen("selection_chance", 0.95)])[0].cause == "index-key-transform"
+    assert fit_causes([*common, seen("selection_chance", 0.04, 0.01)])[0].cause == "index-key-format"
+
+
+def test_next_arm_is_cheap_unmeasured_and_available():
+    fits = fit_causes([seen("short", 0.0, 0.01), seen("long", 0.5), seen("growth", 0.5)])
+    first = next_arm(fits, ["short", "long", "growth"])
+    second = next_arm(fits, ["short", "long", "growth"], unavailable=[first.feature])
+    assert first.bits / first.cost >= second.bits / second.cost and first.feature != second.feature
+    assert next_arm(fits, FEATURES) is None
+    settled = fit_causes([seen("short", 0.0, 0.01), seen("long", 0.5), seen("topk_recovers", 0.95)])
+    assert next_arm(settled, ["short", "long", "topk_recovers"]) is None
+
+
+def test_intervention_builds_in_the_scores_are_read_as_recovery():
+    faults = {
+        "base-again": (0.0, 0.0, 0.0),
+        "rotation": (0.0, 0.9, 0.97),
+        "rotation--topk-x2": (0.0, 0.0, 0.97),
+        "base--topk-x2": (0.0, 0.0, 0.0),
+        "rotation--again": (0.0, 0.9, 0.97),
+    }
+    found = {o.feature: o for o in observe(cells(faults), "base", "rotation", onset=512)}
+    assert found["topk_recovers"].estimate == pytest.approx(1.0, abs=0.1)  # read at 1024, between the two onsets
+    assert abs(found["unrepeatable"].estimate) < 0.1
+    fits = fit_causes(list(found.values()))
+    assert family_probabilities(fits)["index keys"] > 0.8
+
+
+def test_share_needs_a_shown_loss():
+    assert length_dependent_share(cells(), "base", "harmless", onset=512) is None
+
+
+def test_simulated_faults_are_attributed_to_the_right_family():
+    rows = {r.rule: r for r in attribution_table(25, 1)}
+    assert rows["right family named with the arms it asks for"].value >= 0.9
+    assert rows["right family ruled out"].verdict == "within the bar"
+    assert rows["median further arms until settled"].value <= 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such evidence file"),
+        ("{", "not JSON"),
+        ("3", "not an observation"),
+        ('[{"patch": "x"}]', "entry 0 is not an observation"),
+        (
+            '[{"patch": "x", "feature": "mood", "estimate": 1, "stderr": 0, "n": 1, "source": "in-process"}]',
+            "feature 'mood'; known: short",
+        ),
+        (
+            '[{"patch": "x", "feature": "long", "estimate": NaN, "stderr": 0, "n": 1, "source": "in-process"}]',
+            "estimate nan",
+        ),
+    ],
+)
+def test_evidence_files_that_say_nothing_usable_are_refused(tmp_path, text, message):
+    path = tmp_path / "evidence.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ScoresError, match=message):
+        load_observations(path)
+
+
+def store(folder, faults, *, seed=0, engine="reference"):
+    folder.mkdir(parents=True)
+    (folder / "patches").mkdir()
+    names = ["base", *faults]
+    campaign = {
+        "run_id": folder.name,
+        "suite_hash": "a" * 64,
+        "rungs": RUNGS,
+        "conversation_order": [f"c{i:05d}" for i in range(40)],
+        "builds": [{"build_id": n, "patch_ids": [], "role": "base" if n == "base" else "suspect"} for n in names],
+        "verdict": {"margin": 0.1, "alpha": 0.05, "max_missing_difference": 0.01, "aa_alpha": 0.01},
+        "onset_tokens": 512,
+        "patchset": {
+            "name": "demo",
+            "path": str(folder / "demo.toml"),
+            "engine": engine,
+            "margin": 0.1,
+            "args": ["--prefix-cache-mb", "64"],
+            "env": {},
+            "patches": [
+                {"patch_id": n, "title": n, "role": "suspect", "diffs": [f"patches/{n}.diff"], "env": {}, "args": []}
+                for n in faults
+            ],
+        },
+    }
+    for n in faults:
+        (folder / "patches" / f"{n}.diff").write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
+    (folder / "campaign.json").write_text(json.dumps(campaign))
+    write_scores(
+        scores_of(replies(faults, seed=seed), builds=names, rungs=RUNGS, run_id=folder.name), folder / "scores.parquet"
+    )
+    return folder
+
+
+def run_command(*args):
+    return CliRunner().invoke(build_app(list(args)), list(args))
+
+
+def test_command_explains_the_losing_patches_largest_first(tmp_path):
+    run = store(tmp_path / "a", FAULTS)
+    document = json.loads(run_command("attribute", str(run), "--json").stdout)
+    assert {a["patch"] for a in document} == {"rotation", "scaling"}
+    text = run_command("attribute", str(run), "--patch", "rotation")
+    assert text.exit_code == 0 and "index keys" in text.stdout and "ruled out" in text.stdout
+    assert (
+        "nothing to attribute" in run_command("attribute", str(store(tmp_path / "b", {"harmless": (0, 0, 0)}))).stdout
+    )
+
+
+def test_evidence_and_later_runs_settle_what_the_ladder_leaves_open(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    later = store(
+        tmp_path / "b",
+        {"rotation": (0, 0.9, 0.97), "rotation--topk-x2": (0, 0, 0.97), "base--topk-x2": (0, 0, 0)},
+        seed=1,
+    )
+    (settled,) = json.loads(run_command("attribute", str(run), str(later), "--json").stdout)
+    assert settled["next_arm"] is None and settled["causes"][0]["family"] == "index keys"
+    assert len({o["feature"] for o in settled["observations"]}) == len(settled["observations"])
+    evidence = tmp_path / "evidence.json"
+    row = {"patch": "rotation", "feature": "selection_chance", "estimate": 0.97, "stderr": 0.01, "n": 64}
+    evidence.write_text(json.dumps([{**row, "source": "in-process"}]))
+    (found,) = json.loads(run_command("attribute", str(run), "--evidence", str(evidence), "--json").stdout)
+    assert found["causes"][0]["cause"] == "index-key-transform"
+    assert any(o["source"] == "in-process" for o in found["observations"])
+
+
+def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    result = run_command("attribute", str(run), "--next", "--dry-run")
+    assert result.exit_code == 0 and "longrecall eval" in result.stdout
+    (path,) = run.glob("next-rotation-*.toml")
+    patchset = load_patchset(path)
+    by_id = {p.patch_id: p for p in patchset.patches}
+    suffix = next(i for i in by_id if i.startswith("rotation--")).partition("--")[2]
+    assert by_id[f"rotation--{suffix}"].diffs == by_id["rotation"].diffs
+    if suffix != "again":
+        assert by_id[f"rotation--{suffix}"].args == by_id[f"base--{suffix}"].args != ()
+    assert (path.parent / by_id["rotation"].diffs[0]).is_file() or by_id["rotation"].diffs[0].endswith("rotation.diff")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--patch", "ghost"), "no patch 'ghost'; it has rotation"),
+        (("--evidence", "nowhere.json"), "no such evidence file"),
+    ],
+)
+def test_command_names_what_it_cannot_use(tmp_path, args, message):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    result = run_command("attribute", str(run), *args)
+    assert result.exit_code == 2 and message in result.stderr
+    assert run_command("attribute", str(tmp_path / "none")).exit_code == 2
+
+
+def test_arms_are_not_themselves_suspects(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"], "rotation--topk-x2": (0, 0.5, 0.9)})
+    document = json.loads(run_command("attribute", str(run), "--json").stdout)
+    assert [a["patch"] for a in document] == ["rotation"]
+    table = make_cells(
+        scores_of(replies(FAULTS), builds=["base", *FAULTS], rungs=RUNGS), builds=["base", *FAULTS], rungs=RUNGS
+    )
+    assert observe(table, "base", "rotation", onset=512)
