@@ -95,7 +95,7 @@ def collect_kernel(
         share = gl.cdiv(gl.cdiv(limit, BK), splits)
         low = (task % splits) * share
         high = gl.minimum(low + share, gl.cdiv(limit, BK))
-        base = task.to(gl.int64) * (2 * STEP * CAP)
+        base = task.to(gl.int64) * (2 * STEP * CAP)  # type: ignore[attr-defined]  # a tensor once compiled
         values0, index0 = values_ptr + base, index_ptr + base
         values1, index1 = values0 + STEP * CAP, index0 + STEP * CAP
         position0 = start

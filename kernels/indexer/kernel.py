@@ -15,6 +15,7 @@ Collecting needs no communication: element (r, b) of every [BK, BQ] tile of scor
 counter, a register. Lists are packed into the row's buffer when a program has seen its share of the keys.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -102,13 +103,15 @@ def _pack(
     target = base[None, :] + tl.cumsum(kept, 0) - kept
     o_row = rows.to(tl.int64)[None, :] * DENSE
     tl.debug_barrier()  # lists written by other threads of this program
-    for c in range(tl.max(kept)):
-        m = (c < kept) & m_rows[None, :]
-        s = tl.load(values_ptr + start + c * STEP, mask=m)
-        i = tl.load(index_ptr + start + c * STEP, mask=m)
-        m = m & (target + c < DENSE) & (target + c >= 0)
-        tl.store(dense_values_ptr + o_row + target + c, s, mask=m)
-        tl.store(dense_index_ptr + o_row + target + c, i, mask=m)
+    for turn in range(tl.cdiv(tl.max(kept), 4)):
+        for unrolled in tl.static_range(4):  # so that the loads of four slots are in flight together
+            c = turn * 4 + unrolled
+            m = (c < kept) & m_rows[None, :]
+            s = tl.load(values_ptr + start + c * STEP, mask=m)
+            i = tl.load(index_ptr + start + c * STEP, mask=m)
+            m = m & (target + c < DENSE) & (target + c >= 0)
+            tl.store(dense_values_ptr + o_row + target + c, s, mask=m)
+            tl.store(dense_index_ptr + o_row + target + c, i, mask=m)
     tl.debug_barrier()  # the next task writes the lists again
 
 
@@ -234,13 +237,14 @@ def _sample_kernel(
 def _sample_rank(visible, K, SAMPLE: tl.constexpr):
     """Rank in the sample whose score the k-th best of `visible` beats but once in about 10^6 rows."""
     mean = K * (SAMPLE / visible.to(tl.float32))
-    return (mean + 5.0 * tl.sqrt(mean) + 6.0).to(tl.int32)
+    return (mean + 4.5 * tl.sqrt(mean) + 4.0).to(tl.int32)
 
 
 @triton.jit
-def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, K, ALL, SAMPLE: tl.constexpr):
-    """Grid: T. A row that sees at most ALL keys keeps them all."""
+def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, count_ptr, K, ALL, SAMPLE: tl.constexpr):
+    """Grid: T. A row that sees at most ALL keys keeps them all. Also zeroes the row's count, which saves a launch."""
     row = tl.program_id(0)
+    tl.store(count_ptr + row, 0)
     visible = tl.load(visible_ptr + row)
     if visible <= ALL:
         tl.store(threshold_ptr + row, LOWEST)
@@ -254,9 +258,10 @@ def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, K, ALL, SAMPLE: tl
 
 
 @triton.jit
-def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, S, K, ALL, SAMPLE: tl.constexpr):
+def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, K, ALL, SAMPLE: tl.constexpr):
     """As `_threshold_kernel`, sampling given scores [T, S]."""
     row = tl.program_id(0)
+    tl.store(count_ptr + row, 0)
     visible = tl.load(visible_ptr + row)
     if visible <= ALL:
         tl.store(threshold_ptr + row, LOWEST)
@@ -275,36 +280,58 @@ def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, S, K, ALL, SAM
 
 
 @triton.jit
+def _stream_block(s, key, threshold, base, count_ptr, values_ptr, index_ptr, DENSE: tl.constexpr, ALONE: tl.constexpr):
+    """Append one block of scores to the row's buffer at `base`, or where an atomic says; returns the next base."""
+    take = (s >= threshold).to(tl.int32)
+    total = tl.sum(take)
+    if not ALONE:
+        base = tl.atomic_add(count_ptr, total, sem="relaxed")
+    place = base + tl.cumsum(take, 0) - take
+    m = (take != 0) & (place < DENSE)
+    tl.store(values_ptr + place, s, mask=m)
+    tl.store(index_ptr + place, key, mask=m)
+    return base + total
+
+
+@triton.jit
 def _stream_kernel(
     scores_ptr, visible_ptr, threshold_ptr, dense_values_ptr, dense_index_ptr, count_ptr, S, splits,
-    BLOCK: tl.constexpr, DENSE: tl.constexpr,
+    BLOCK: tl.constexpr, DENSE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Collect from given scores. Grid: rows x splits. One atomic a survivor: they are few, and no warp waits."""
+    """Collect from given scores. Grid: rows x splits; ALONE: one split, so that no other program writes the row."""
     row = tl.program_id(0) // splits
     visible = tl.load(visible_ptr + row)
     threshold = tl.load(threshold_ptr + row)
     share = tl.cdiv(tl.cdiv(visible, BLOCK), splits)
     low = (tl.program_id(0) % splits) * share
     high = tl.minimum(low + share, tl.cdiv(visible, BLOCK))
-    base = scores_ptr + row.to(tl.int64) * S
-    o_row = row.to(tl.int64) * DENSE
+    scores_ptr += row.to(tl.int64) * S
+    count_ptr += row
+    values_ptr = dense_values_ptr + row.to(tl.int64) * DENSE
+    index_ptr = dense_index_ptr + row.to(tl.int64) * DENSE
     o = tl.arange(0, BLOCK)
-    counter = count_ptr + row + tl.zeros((BLOCK,), tl.int32)
-    for i in range(low, high):
-        key = i * BLOCK + o
-        s = tl.load(base + key, mask=key < visible, other=float("-inf"))
-        take = s >= threshold
-        place = tl.atomic_add(counter, 1, mask=take, sem="relaxed")
-        take = take & (place < DENSE)
-        tl.store(dense_values_ptr + o_row + place, s, mask=take)
-        tl.store(dense_index_ptr + o_row + place, key, mask=take)
+    base = 0
+    # a mask would split the 16-byte loads, so the last block, the only one that needs it, stands alone
+    whole = tl.minimum(high, visible // BLOCK)
+    for i in range(low, whole):
+        s = tl.load(scores_ptr + i * BLOCK + o)
+        base = _stream_block(s, i * BLOCK + o, threshold, base, count_ptr, values_ptr, index_ptr, DENSE, ALONE)
+    if low < high and high > whole:
+        key = whole * BLOCK + o
+        s = tl.load(scores_ptr + key, mask=key < visible, other=float("-inf"))
+        base = _stream_block(s, key, threshold, base, count_ptr, values_ptr, index_ptr, DENSE, ALONE)
+    if ALONE:
+        tl.store(count_ptr, base)
 
 
 @triton.jit
 def _write_topk(
-    keys, index, valid, wanted, out_ptr, row, K, KP: tl.constexpr
+    keys, index, valid, wanted, out_ptr, row, K, KP: tl.constexpr, SORT: tl.constexpr
 ):  # fmt: skip
-    """Exact top-`wanted` of (uint32 key, index) pairs → ascending indices, then -1, in out[row, :K]."""
+    """Exact top-`wanted` of (uint32 key, index) pairs → their indices, then -1, in out[row, :K].
+
+    In the order given, or ascending with SORT: for pairs that atomics brought here in any order.
+    """
     keys = tl.where(valid, keys, 0)
     kth = _rank_key(keys, wanted, 0)
     above = valid & (keys > kth)
@@ -321,17 +348,20 @@ def _write_topk(
     o_k = tl.arange(0, KP)
     base = out_ptr + row.to(tl.int64) * K
     tl.store(base + place, index, mask=take & (place < K))
-    tl.debug_barrier()
-    picks = tl.load(base + o_k, mask=o_k < wanted, other=0x7FFFFFFF)
-    picks = tl.sort(picks)
-    tl.debug_barrier()
-    tl.store(base + o_k, tl.where(o_k < wanted, picks, -1), mask=o_k < K)
+    if SORT:
+        tl.debug_barrier()
+        picks = tl.load(base + o_k, mask=o_k < wanted, other=0x7FFFFFFF)
+        picks = tl.sort(picks)
+        tl.debug_barrier()
+        tl.store(base + o_k, tl.where(o_k < wanted, picks, -1), mask=o_k < K)
+    else:
+        tl.store(base + o_k, tl.full((KP,), -1, tl.int32), mask=(o_k >= wanted) & (o_k < K))
 
 
 @triton.jit
 def _select_kernel(
     dense_values_ptr, dense_index_ptr, count_ptr, visible_ptr, flag_ptr, out_ptr, K,
-    KP: tl.constexpr, DENSE: tl.constexpr,
+    KP: tl.constexpr, DENSE: tl.constexpr, SORT: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. Exact top-k of each row's buffer; flags the rows whose buffer cannot hold the answer."""
     row = tl.program_id(0)
@@ -345,13 +375,14 @@ def _select_kernel(
         base = row.to(tl.int64) * DENSE
         s = tl.load(dense_values_ptr + base + o, mask=o < count, other=0.0) + 0.0
         index = tl.load(dense_index_ptr + base + o, mask=o < count, other=0)
-        _write_topk(_sortable(s), index, o < count, wanted, out_ptr, row, K, KP)
+        _write_topk(_sortable(s), index, o < count, wanted, out_ptr, row, K, KP, SORT)
 
 
 @triton.jit
 def _select_lists_kernel(
     values_ptr, index_ptr, counts_ptr, visible_ptr, flag_ptr, out_ptr, K, splits,
     KP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAP: tl.constexpr, CAP_P: tl.constexpr, SLOTS: tl.constexpr,
+    SORT: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. As `_select_kernel`, from the lists that `hopper.collect_kernel` leaves in place."""
     row = tl.program_id(0)
@@ -373,11 +404,11 @@ def _select_lists_kernel(
         slot = (task * 2 + group) * (BK * BQ * CAP) + c * (BK * BQ) + inside
         s = tl.load(values_ptr + slot, mask=valid, other=0.0) + 0.0
         index = tl.load(index_ptr + slot, mask=valid, other=0)
-        _write_topk(_sortable(s), index, valid, wanted, out_ptr, row, K, KP)
+        _write_topk(_sortable(s), index, valid, wanted, out_ptr, row, K, KP, SORT)
 
 
 @triton.jit
-def _small_kernel(scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr):
+def _small_kernel(scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr):
     """Grid: T. Top-k of rows of scores that fit one program."""
     row = tl.program_id(0)
     visible = tl.load(visible_ptr + row)
@@ -385,7 +416,7 @@ def _small_kernel(scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDT
     s = tl.load(scores_ptr + row.to(tl.int64) * S + o, mask=o < visible, other=float("-inf")) + 0.0
     valid = s > float("-inf")
     wanted = tl.minimum(tl.sum(valid.to(tl.int32)), K)
-    _write_topk(_sortable(s), o, valid, wanted, out_ptr, row, K, KP)
+    _write_topk(_sortable(s), o, valid, wanted, out_ptr, row, K, KP, SORT)
 
 
 @triton.jit
@@ -530,7 +561,7 @@ def make_plan(blocks: int, columns: int, k: int, *, width: int, slots: int) -> P
         )
     sample = min(16384, max(1024, _power_of_2(6 * columns / k)))
     mean = k * sample / columns
-    rank = (mean + 5 * mean**0.5 + 6) * 1.125  # the threshold may be an eighth too low
+    rank = (mean + 4.5 * mean**0.5 + 4) * 1.125  # the threshold may be an eighth too low
     survivors = rank * columns / sample
     # the sample's quantile wanders by rank^-0.5; six of those and the lists' own Poisson spread are allowed for
     dense = min(_power_of_2(survivors * (1 + 6 * rank**-0.5)), _power_of_2(columns))
@@ -542,14 +573,29 @@ def make_plan(blocks: int, columns: int, k: int, *, width: int, slots: int) -> P
     )
 
 
-def choose_launch(q: Tensor, keys: Tensor, columns: int) -> Launch:
-    """By queries, heads and key width."""
-    rows, heads, _ = q.shape
+@lru_cache(maxsize=8)
+def has_hopper(device: torch.device) -> bool:
+    """A device of compute capability 9 and a Triton whose Gluon has its instructions."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        importlib.import_module("longrecall.kernels.indexer.hopper")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def choose_launch(q: Tensor, keys: Tensor) -> Launch:
+    """By queries, heads and key width; measured on one H200 (docs/benchmarks/indexer.md)."""
+    rows, heads, dim = q.shape
     wide = keys.element_size() > 1
     if keys.ndim == 3 or rows == 1:
         return Launch(
             queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True
         )
+    small = keys.dtype in (torch.bfloat16, torch.float8_e4m3fn) and 8 <= heads <= 128 and dim <= 128
+    if small and rows * heads >= 2048 and has_hopper(q.device):
+        return Launch(queries=128 // heads, groups=2, keys=64, warps=4, stages=3, per_sm=2, tma=True, hopper=True)
     queries = max(1, min(_power_of_2(rows), 256 // heads))
     return Launch(queries=queries, groups=1, keys=64, warps=4, stages=2 if wide else 3, per_sm=2, tma=True)
 
@@ -576,14 +622,14 @@ def topk_triton(
 ) -> Tensor:
     """As `index_topk`, for q and keys of one dtype (bf16, fp32 or e4m3) and an fp32 scale per key, or None.
 
-    Bitwise repeatable: lists are gathered in any order, the answer is sorted by index. Does not wait for the device.
+    Bitwise repeatable: what atomics gather in any order is sorted by index. Does not wait for the device.
     """
     _check(q, keys, scale)
     q, keys, weights = q.contiguous(), keys.contiguous(), weights.float().contiguous()
     rows, heads, dim = q.shape
     columns, device = keys.shape[-2], q.device
     distinct = keys.ndim == 3
-    launch = launch or choose_launch(q, keys, columns)
+    launch = launch or choose_launch(q, keys)
     visible = visible.to(device=device, dtype=torch.int32).clamp(0, columns)
     block = launch.queries * launch.groups
     plan = make_plan(
@@ -591,7 +637,7 @@ def topk_triton(
     )
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     scale_arg = weights if scale is None else scale.contiguous()
-    threshold = torch.full((rows,), float(LOWEST.value), device=device)
+    threshold, count = _row_state(rows, plan, device)
     if plan.sample:
         sample = torch.empty(rows, plan.sample, device=device)
         wide = 1 if distinct else max(1, min(_power_of_2(rows), 128 // heads))
@@ -603,8 +649,9 @@ def topk_triton(
             num_warps=4, num_stages=3,
         )  # fmt: skip
         _threshold_kernel[(rows,)](
-            sample, visible, threshold, k, plan.keep_all, SAMPLE=plan.sample, num_warps=8 if plan.sample > 4096 else 4
-        )
+            sample, visible, threshold, count, k, plan.keep_all, SAMPLE=plan.sample,
+            num_warps=8 if plan.sample > 4096 else 4,
+        )  # fmt: skip
     out = torch.empty(rows, k, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
     repair = partial(
@@ -621,7 +668,6 @@ def topk_triton(
     lists_index = torch.empty(lists, device=device, dtype=torch.int32)
     dense_values = torch.empty(rows, plan.dense, device=device)
     dense_index = torch.empty(rows, plan.dense, device=device, dtype=torch.int32)
-    count = torch.zeros(rows, device=device, dtype=torch.int32)
     flat = keys.view(-1, dim)
     # a tile of the bulk copy engine must not start past 2^31 rows, and fp32 keys take the plain path
     tma = launch.tma and flat.shape[0] < 2**31 and q.dtype != torch.float32
@@ -632,7 +678,8 @@ def topk_triton(
         GROUPS=launch.groups, CAP=plan.cap, DENSE=plan.dense, DISTINCT=distinct, SCALED=scale is not None, TMA=tma,
         STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k)
+    # lists of one program arrive in a fixed order, those of several in any
+    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
     repair()
     return out
 
@@ -668,16 +715,33 @@ def _collect_hopper(
     slots = _power_of_2(plan.splits) * launch.keys * cap
     _select_lists_kernel[(rows,)](
         values, index, counts, visible, flag, out, k, plan.splits, KP=_power_of_2(k), BQ=launch.queries,
-        BK=launch.keys, CAP=plan.cap, CAP_P=cap, SLOTS=slots,
+        BK=launch.keys, CAP=plan.cap, CAP_P=cap, SLOTS=slots, SORT=False,
         num_warps=max(4, slots // 2048) if rows > 256 else min(16, max(4, slots // 512)),
     )  # fmt: skip
 
 
+def _row_state(rows: int, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Threshold and count of each row; the threshold kernel fills them where there is one."""
+    if plan.sample:
+        return torch.empty(rows, device=device), torch.empty(rows, device=device, dtype=torch.int32)
+    lowest = torch.full((rows,), float(LOWEST.value), device=device)
+    return lowest, torch.zeros(rows, device=device, dtype=torch.int32)
+
+
 def _finish(
-    dense: int, values: Tensor, index: Tensor, count: Tensor, visible: Tensor, flag: Tensor, out: Tensor, k: int
+    dense: int,
+    values: Tensor,
+    index: Tensor,
+    count: Tensor,
+    visible: Tensor,
+    flag: Tensor,
+    out: Tensor,
+    k: int,
+    *,
+    sort: bool,
 ) -> None:
     _select_kernel[(out.shape[0],)](
-        values, index, count, visible, flag, out, k, KP=_power_of_2(k), DENSE=dense,
+        values, index, count, visible, flag, out, k, KP=_power_of_2(k), DENSE=dense, SORT=sort,
         num_warps=4 if out.shape[0] > 256 else min(16, max(4, dense // 512)),
     )  # fmt: skip
 
@@ -694,27 +758,34 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
     if columns <= 8192 and k <= columns:
         width = _power_of_2(columns)
         _small_kernel[(rows,)](
-            scores, visible, out, columns, k, KP=_power_of_2(k), WIDTH=width, num_warps=min(16, max(4, width // 512))
+            scores,
+            visible,
+            out,
+            columns,
+            k,
+            KP=_power_of_2(k),
+            WIDTH=width,
+            SORT=False,
+            num_warps=min(16, max(4, width // 512)),
         )
         return out
     block = 4096
     plan = make_plan(rows, columns, k, width=block, slots=4 * multiprocessors(device))
-    threshold = torch.full((rows,), float(LOWEST.value), device=device)
+    threshold, count = _row_state(rows, plan, device)
     if plan.sample:
         _row_threshold_kernel[(rows,)](
-            scores, visible, threshold, columns, k, min(plan.dense, columns), SAMPLE=plan.sample,
+            scores, visible, threshold, count, columns, k, min(plan.dense, columns), SAMPLE=plan.sample,
             num_warps=min(16, max(4, plan.sample // 512)),
         )  # fmt: skip
     dense_values = torch.empty(rows, plan.dense, device=device)
     dense_index = torch.empty(rows, plan.dense, device=device, dtype=torch.int32)
-    count = torch.zeros(rows, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
     splits = max(1, min(triton.cdiv(columns, 2 * block), 8 * multiprocessors(device) // rows))
     _stream_kernel[(rows * splits,)](
         scores, visible, threshold, dense_values, dense_index, count, columns, splits, BLOCK=block, DENSE=plan.dense,
-        num_warps=8,
+        ALONE=splits == 1, num_warps=8,
     )  # fmt: skip
-    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k)
+    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=splits > 1)
     _repair_kernel[(rows,)](
         flag, scores, scores, scores, scores, scores, visible, out, columns, k, H=1, D=16, BK=1024, DISTINCT=True,
         SCALED=False, GIVEN=True, PRECISION="tf32", num_warps=8,
