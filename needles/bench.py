@@ -3,7 +3,7 @@
     longrecall bench needles
     longrecall bench needles --tokenizer ~/models/m --conversations 50 --stream 100
 
-What is timed is all that a user waits for: planting, counting, verification and Parquet. `cpu_s_startup` is the CPU time
+What is timed is all that a user waits for: planting, counting, verification, Parquet. `cpu_s_startup` is the CPU time
 of the whole process from its start until the first conversation can be planted (imports, tokenizer, counted filler).
 `slack_tokens_max` is the largest difference between asked and encoded prompt length, over prompts encoded whole after
 the clock has stopped.

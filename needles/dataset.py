@@ -112,6 +112,13 @@ class SetError(ValueError):
 
 def _row(record: Any) -> dict[str, Any]:
     # dataclasses.asdict copies deeply and takes ten times as long on a conversation of a thousand turns
+    if type(record) is Turn:
+        return {
+            "turn_index": record.turn_index,
+            "role": record.role,
+            "content": record.content,
+            "fact_ids": list(record.fact_ids),
+        }
     row = {}
     for name in _names(type(record)):
         value = getattr(record, name)
@@ -194,8 +201,9 @@ def from_row(row: dict[str, Any]) -> Conversation:
 
 
 def canonical_line(row: dict[str, Any]) -> bytes:
-    """The bytes that the content hash covers."""
-    return json.dumps(row, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    """The bytes that the content hash covers: JSON in field order, the history's turns as lists without keys."""
+    turns = [[turn["role"], turn["content"], turn["fact_ids"]] for turn in row["turns"]]
+    return json.dumps({**row, "turns": turns}, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def suite_hash(conversations: Iterable[Conversation]) -> str:

@@ -98,14 +98,15 @@ class Walk:
         while math.gcd(self._stride, self._blocks) != 1:
             self._stride += 1
         self._start = int(rng.random() * self._blocks)
-        self._at = 0
+        self._at = self._first = 0
 
     def next(self) -> Piece:
         """The next sentence."""
-        block, inside = divmod(self._at, _BLOCK)
+        inside = self._at & (_BLOCK - 1)
+        if inside == 0:
+            self._first = ((self._start + self._at // _BLOCK * self._stride) % self._blocks) * _BLOCK
         self._at += 1
-        place = ((self._start + block * self._stride) % self._blocks) * _BLOCK + inside
-        return self._pieces[place] if place < len(self._pieces) else self._pieces[place % len(self._pieces)]
+        return self._pieces[self._first + inside]
 
 
 class Haystack:
@@ -117,7 +118,7 @@ class Haystack:
         prose: Prose,
         seed: str,
         *,
-        sentences: int = 12_288,
+        sentences: int = 10_240,
         own: Iterable[str] | None = None,
     ) -> None:
         self.ruler = ruler
@@ -174,8 +175,10 @@ class Haystack:
 
 def say(meter: Meter, pieces: Sequence[Piece]) -> str:
     """Append sentences to an open turn that already has content; returns their text."""
-    for piece in pieces:
-        meter.counted(piece.body_tokens, piece.last)
+    if not pieces:
+        return ""
+    last = pieces[-1]
+    meter.counted(sum([piece.tokens for piece in pieces]) - last.tokens + last.body_tokens, last.last)
     return "".join([piece.text for piece in pieces])
 
 

@@ -356,8 +356,7 @@ class _Assembly:
         while end - self.meter.tokens > _SHORT_TURN:
             ask, opener = pick(rng, haystack.asks), pick(rng, haystack.prose.openers)
             meter = self.meter.copy()
-            meter.turn("user", ask)
-            meter.turn("assistant", opener)
+            meter.exchange(ask, opener)
             rest = end - meter.tokens
             if rest < haystack.shortest:
                 if exact:
@@ -380,7 +379,8 @@ class _Assembly:
                     piece = self.walk.next()
                 if not pieces:
                     return
-            self.undo.append((len(self.turns), self.meter))
+            if not self.ruler.additive:
+                self.undo.append((len(self.turns), self.meter))
             content = opener + say(meter, pieces)
             self.meter = meter
             self._record("user", ask)
@@ -408,7 +408,7 @@ class _Assembly:
             wanted += end - trial.tokens
 
     def _record(self, role: Role, content: str, keys: Sequence[str] = ()) -> None:
-        fact_ids = tuple(f"{self.conversation_id}/{key}" for key in keys)
+        fact_ids = tuple([f"{self.conversation_id}/{key}" for key in keys]) if keys else ()
         self.turns.append(Turn(turn_index=len(self.turns), role=role, content=content, fact_ids=fact_ids))
 
     def _turn(self, role: Role, parts: Sequence[Statement]) -> None:

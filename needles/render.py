@@ -122,10 +122,12 @@ class Ruler:
                 f"the chat template of {source} is not valid jinja2 (line {error.lineno}): {error}"
             ) from error
         self.bos_id = tokenizer.token_to_id(self._tokens["bos_token"]) if self._tokens["bos_token"] else None
-        added = tokenizer.get_added_tokens_decoder().values()
-        self.special_strings = tuple(sorted({token.content for token in added if token.special}))
+        self._control = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        self.special_strings = tuple(sorted({token.content for token in self._control}))
         """Texts that the tokenizer turns into control tokens; filler and facts must hold none of them."""
         self._counts: dict[str, int] = {}
+        self.exchanges: dict[tuple[str | None, str, str], tuple[str, int, str]] = {}
+        """First chunk, tokens of the middle and last chunk of exchanges that `Meter.exchange` has counted."""
         self._prepend_bos = False
         if self.bos_id is not None and config.get("add_bos_token"):
             shown = self.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
@@ -252,16 +254,10 @@ class Ruler:
         before, after = self._proven
         if not set("aeiostn.") <= before or not set("aeTS") <= after:
             return None
-        plain = {
-            token.content
-            for token in self.tokenizer.get_added_tokens_decoder().values()
-            if not (token.lstrip or token.rstrip)
-        }
-        specials = sorted((text for text in self.special_strings if text in plain), key=len, reverse=True)
+        specials = [token.content for token in self._control if not (token.lstrip or token.rstrip)]
+        specials = self._used_specials(sorted(specials, key=len, reverse=True))
         words = rf"(?<=[{re.escape(''.join(sorted(before)))}])(?= [{re.escape(''.join(sorted(after)))}])"
-        control = (
-            f"|(?={'|'.join(map(re.escape, self._used_specials(specials)))})" if self._used_specials(specials) else ""
-        )
+        control = f"|(?={'|'.join(map(re.escape, specials))})" if specials else ""
         return re.compile(words + control)
 
     def _used_specials(self, specials: Iterable[str]) -> list[str]:
@@ -492,6 +488,26 @@ class Meter:
         self._total += (self._ruler.count_chunk(self._pending, first=self._first) if self._pending else 0) + body_tokens
         self._first = False
         self._pending = last_chunk
+
+    def exchange(self, user: str, assistant: str) -> None:
+        """Append a user turn and the beginning of the assistant's; the same pair is cut and counted once."""
+        ruler = self._ruler
+        key = (self._role, user, assistant)
+        known = ruler.exchanges.get(key)
+        if known is None:
+            lead = ruler.layout.between.get((self._role or "", "user"), " ")
+            chunks = ruler.chunks(lead + user + ruler.layout.between["user", "assistant"] + assistant)
+            if lead.startswith(" ") or len(chunks) < 2:  # the first chunk must be what joins the pending text
+                self.turn("user", user)
+                self.turn("assistant", assistant)
+                return
+            known = (chunks[0], sum(map(ruler.count_chunk, chunks[1:-1])), chunks[-1])
+            ruler.exchanges[key] = known
+        first, body, last = known
+        pending = self._pending + first
+        self._total += (ruler.count_chunk(pending, first=self._first) if pending else 0) + body
+        self._first = False
+        self._pending, self._role = last, "assistant"
 
     def open(self, role: str, *, begun: bool = False) -> None:
         """Append the template's text that leads to the content of the next turn."""
