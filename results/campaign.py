@@ -39,6 +39,7 @@ from longrecall.runners.builds import (
     BASE,
     ModelFolder,
     PreparedBuild,
+    cache_dir,
     changed_keys,
     check_builds,
     given_builds,
@@ -225,11 +226,16 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
     elif engine.name == "reference":
         note("reference model: checking its folder by hash (made once, in seconds)")
         folder = _reference_folder()
+    elif engine.name == "llamacpp":
+        from longrecall.runners.llamacpp_server import llamacpp_folder
+
+        note("Gemma 3 270M for llama.cpp: checking its folder by hash (made once, in seconds)")
+        folder = llamacpp_folder(cache_dir())
     else:
         raise ValueError(f"engine {engine.name!r} needs --model-folder: the served model's tokenizer and chat template")
     hashes = folder / "hashes.json"
     known = json.loads(hashes.read_text()) if hashes.is_file() else {}
-    weights = known.get("model.safetensors")
+    weights = known.get("model.safetensors") or known.get("model.gguf")
     if weights is None and (folder / "model.safetensors").is_file():
         with (folder / "model.safetensors").open("rb") as stream:
             weights = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -549,7 +555,8 @@ async def _ask_all(
                 endpoints[build_id] = await stack.enter_async_context(
                     connect(
                         build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
-                        stream=options.stream, api_key="none" if servers else os.environ.get("OPENAI_API_KEY", "none"),
+                        stream=options.stream, echoes_begun_answer=plan.engine.echoes_begun_answer,
+                        api_key="none" if servers else os.environ.get("OPENAI_API_KEY", "none"),
                     )
                 )  # fmt: skip
 
@@ -639,7 +646,7 @@ async def _start(
         raise CampaignError(str(_first(problems))) from None
     if plan.engine.capabilities.server_info:
         for server in started:
-            info = await server_info(server.name, server.url)
+            info = await server_info(server.name, server.url, plan.engine.info_path)
             before = infos.get(server.name, info)
             changed = changed_keys(before, info, plan.engine)
             if changed:
@@ -665,16 +672,16 @@ def _first(problem: BaseException) -> BaseException:
     return problem
 
 
-async def server_info(build_id: str, url: str) -> dict[str, object]:
-    """What a server says of itself, from /server_info."""
+async def server_info(build_id: str, url: str, path: str) -> dict[str, object]:
+    """What a server says of itself."""
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
-            reply = await client.get("/server_info")
+            reply = await client.get(path)
             info = reply.json() if reply.status_code == 200 else None
     except (httpx.HTTPError, ValueError) as problem:
-        raise CampaignError(f"build {build_id}: /server_info cannot be read: {problem!r}") from None
+        raise CampaignError(f"build {build_id}: {path} cannot be read: {problem!r}") from None
     if not isinstance(info, dict):
-        raise CampaignError(f"build {build_id}: /server_info answered {reply.status_code}: {reply.text[:200]!r}")
+        raise CampaignError(f"build {build_id}: {path} answered {reply.status_code}: {reply.text[:200]!r}")
     return info
 
 

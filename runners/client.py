@@ -79,6 +79,8 @@ class Endpoint:
     model: str
     client: openai.AsyncOpenAI
     timeout_s: float = 120.0
+    echoes_begun_answer: bool = False
+    """The server repeats the begun answer at the start of its reply (llama.cpp)."""
     stream: bool = False
     """Streamed replies give the time to the first token, and cost the client about four times the CPU."""
 
@@ -86,7 +88,7 @@ class Endpoint:
 @asynccontextmanager
 async def connect(
     build_id: str, base_url: str, *, model: str, timeout_s: float = 120.0, stream: bool = False, api_key: str = "none",
-    connections: int = 64,
+    echoes_begun_answer: bool = False,
 ) -> AsyncIterator[Endpoint]:  # fmt: skip
     """An endpoint over one connection pool; `base_url` is the server's root, without /v1."""
     http_client = openai.DefaultAsyncHttpxClient(
@@ -101,7 +103,14 @@ async def connect(
         timeout=timeout_s + 5,
         http_client=http_client,
     ) as client:  # fmt: skip
-        yield Endpoint(build_id=build_id, model=model, client=client, timeout_s=timeout_s, stream=stream)
+        yield Endpoint(
+            build_id=build_id,
+            model=model,
+            client=client,
+            timeout_s=timeout_s,
+            stream=stream,
+            echoes_begun_answer=echoes_begun_answer,
+        )
 
 
 async def ask(endpoint: Endpoint, question: Question, rng: random.Random) -> Response:
@@ -132,6 +141,8 @@ async def ask(endpoint: Endpoint, question: Question, rng: random.Random) -> Res
             continue
         except _Unusable as problem:
             return Response(error=str(problem), e2e_ms=_since(started))
+        if endpoint.echoes_begun_answer and question.continue_final and response.text is not None:
+            response = replace(response, text=response.text.removeprefix(question.messages[-1]["content"]))
         return _checked(response, question)
     raise AssertionError("unreachable")
 

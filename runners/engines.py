@@ -58,6 +58,10 @@ class Engine:
     """Memory of one busy server beyond the weights that all share; 0: not known."""
     shared_mb: int = 0
     onset_tokens: int | None = None
+    info_path: str = "/server_info"
+    """Route of the server's own report, when it has one."""
+    echoes_begun_answer: bool = False
+    """The reply to a continued assistant turn repeats the turn's beginning."""
     statistics_path: str = ""
     """Route that tells what the server has done so far, as numbers; empty: none."""
 
@@ -89,6 +93,20 @@ ENGINES: Mapping[str, Engine] = {
             shared_mb=900,
             onset_tokens=512,
             statistics_path="/statistics",
+        ),
+        Engine(
+            name="llamacpp",
+            launches=True,
+            # Of ours the launcher alone runs; llama.cpp itself is the package.
+            source_folders=("runners",),
+            module="longrecall.runners.llamacpp_server",
+            capabilities=Capabilities(continue_final=True, tokenize=True, cache_report=True, server_info=True),
+            packages=("xllamacpp",),
+            volatile=("media_marker",),
+            info_path="/props",
+            echoes_begun_answer=True,
+            server_mb=600,
+            shared_mb=300,
         ),
         Engine(
             name="openai",
