@@ -1,4 +1,6 @@
-"""llama.cpp's own HTTP server, from the prebuilt wheel xllamacpp, as one build: `… llamacpp_server --folder F --port P`.
+"""llama.cpp's own HTTP server, from the prebuilt wheel xllamacpp, as one build of a campaign.
+
+    python -m longrecall.runners.llamacpp_server --folder F --port 8000 --cache-type-k q8_0
 
     --folder     holds model.gguf and chat_template.jinja (`llamacpp_folder()` makes the one for Gemma 3 270M)
     --cache-type-k, --cache-type-v   f16, bf16, q8_0, q4_0, …: the formats of the KV cache, the usual suspects here
