@@ -236,6 +236,78 @@ def _campaign_shape(run: Path) -> tuple[str, str]:
     return ",".join(map(str, stored.rungs)), str(len(stored.order))
 
 
+design_app = typer.Typer(
+    help="Serve combinations of patches, and read who loses alone, only together, or masked.", no_args_is_help=True
+)
+
+
+@design_app.command("make")
+def design_make(
+    patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")],
+    design: Annotated[str, typer.Option(help="screen, oat, oat+loo, factorial or bisect.")] = "oat+loo",
+    only: Annotated[list[str] | None, typer.Option(help="These suspects only; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Patchset to write. Default: beside the first.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Folder the diffs apply to. Default: this checkout.")] = None,
+) -> None:
+    """Write the patchset of a design; conflicting patches are named here, before any server starts.
+
+    longrecall design make patchsets/reference.toml --design factorial --only index-keys-fp8 --only mhc-bf16
+    """
+    from dataclasses import replace
+
+    from longrecall.evals.design_patchset import write_design
+    from longrecall.evals.designs import DESIGNS, DesignError
+    from longrecall.runners.diffs import DiffError
+    from longrecall.runners.patchset import PatchsetError, load_patchset
+
+    try:
+        if design not in DESIGNS:
+            raise DesignError(f"--design {design}: choose one of {', '.join(DESIGNS)}")
+        loaded = load_patchset(patchset)
+        if only:
+            unknown = sorted(set(only) - {p.patch_id for p in loaded.patches})
+            if unknown:
+                raise DesignError(
+                    f"--only {unknown[0]}: {patchset} has {', '.join(p.patch_id for p in loaded.patches)}"
+                )
+            # a control named here is a suspect of this design
+            kept = [replace(p, role="suspect") if p.patch_id in only else p for p in loaded.patches]
+            loaded = replace(loaded, patches=tuple(p for p in kept if p.patch_id in only or p.role != "suspect"))
+        target = out or patchset.with_name(f"{patchset.stem}-{design.replace('+', '-')}.toml")
+        root = source or Path(__file__).resolve().parent.parent
+        made = write_design(loaded, DESIGNS[design], target, root=root)
+    except (DesignError, DiffError, PatchsetError) as error:
+        _fail(error)
+    for combination in made:
+        typer.echo(f"  {combination.build_id}: {' + '.join(combination.patch_ids) or 'nothing'}")
+    typer.echo(f"{len(made)} builds; longrecall eval {target}")
+
+
+@design_app.command("read")
+def design_read(
+    run: Annotated[Path, typer.Argument(help="Run folder of a design's campaign.")],
+    rung: Annotated[int | None, typer.Option(help="Read one rung; all together when left out.")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Say what each patch does alone and in company, which pairs interact, and how a joint loss divides.
+
+    longrecall design read results/runs/A
+    """
+    from longrecall.evals.design_report import read_design
+    from longrecall.evals.designs import DesignError
+    from longrecall.evals.scores_file import ScoresError
+
+    try:
+        found = read_design(run, rung=rung)
+    except (ScoresError, DesignError) as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), separators=(",", ":"), allow_nan=False))
+        return
+    for sentence in found.sentences:
+        typer.echo(sentence)
+
+
 def calibrate(
     reps: Annotated[int, typer.Option(min=20, help="Simulated campaigns per setting.")] = 1000,
     seed: Annotated[int, typer.Option()] = 0,

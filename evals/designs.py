@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from scipy import optimize, special
@@ -24,6 +24,7 @@ from longrecall.evals.curves import conversation_means
 from longrecall.evals.paired import cluster_t, holm, sign_flip_p
 
 Design = Literal["screen", "oat", "oat+loo", "factorial", "bisect"]
+DESIGNS: dict[str, Design] = {d: d for d in get_args(Design)}
 MAX_FACTORIAL = 3
 
 
@@ -40,7 +41,7 @@ class Combination:
 
 
 def combination_id(patch_ids: Sequence[str], patches: Sequence[str]) -> str:
-    """ "base", "all", "all-but-x", the patch itself, or "x+y", patches in the order of the stack."""
+    """ "base", "all", "all-but-x", the patch itself, or "x_and_y", patches in the order of the stack."""
     chosen = [p for p in patches if p in set(patch_ids)]
     if not chosen:
         return "base"
@@ -50,7 +51,7 @@ def combination_id(patch_ids: Sequence[str], patches: Sequence[str]) -> str:
         return "all"
     if len(chosen) == len(patches) - 1 and len(patches) > 3:
         return f"all-but-{next(p for p in patches if p not in chosen)}"
-    return "+".join(chosen)
+    return "_and_".join(chosen)
 
 
 def combinations_of(

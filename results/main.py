@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("longrecall.evals.cli:compare", "Compare two builds of stored runs."),
     "plan": Command("longrecall.evals.cli:plan", "Turn a margin and A/A measurements into sizes."),
     "attribute": Command("longrecall.evals.cli:attribute", "Say why a patch loses recall and what to measure next."),
+    "design": Command("longrecall.evals.cli:design_app", "Serve combinations of patches and read their interactions."),
     "calibrate": Command("longrecall.evals.cli:calibrate", "Measure the error rates of the verdicts by simulation."),
     "report": Command("longrecall.results.report_command:report", "Write the reports of a stored run again."),
     "history": Command("longrecall.results.history_command:app", "Keep and read the run history."),
