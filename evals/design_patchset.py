@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longrecall.evals.designs import Combination, Design, DesignError, combinations_of
-from longrecall.runners.diffs import FileDiff, parse_diff
+from longrecall.runners.diffs import DiffError, FileDiff, apply_to_text, parse_diff
 from longrecall.runners.patchset import read_diffs
 from longrecall.runners.schema import Patch, PatchSet
 
@@ -122,6 +122,8 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
         if len(parts) == 1:
             diffs = [os.path.relpath(origin / d, path.parent) for d in parts[0].diffs]
         else:
+            for part in parts:
+                _check_applies(patchset, part, root)
             joined = _join([_changes(patchset, p) for p in parts], root)
             diffs = []
             if joined:
@@ -144,6 +146,18 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(temporary, path)
     return combos
+
+
+def _check_applies(patchset: PatchSet, patch: Patch, root: Path) -> None:
+    """Joining trusts the line numbers of the hunks, so each diff must apply to this base by itself."""
+    for name, text in read_diffs(patchset, patch):
+        for file in parse_diff(text, name):
+            target = root / file.path
+            try:
+                before = target.read_text(encoding="utf-8") if target.exists() else ""
+                apply_to_text(before, file, name)
+            except (OSError, UnicodeDecodeError, DiffError) as error:
+                raise DesignError(f"patch {patch.patch_id} cannot be joined with others: {error}") from None
 
 
 def _title(parts: Sequence[Patch]) -> str:

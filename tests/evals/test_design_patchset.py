@@ -95,6 +95,14 @@ def test_conflicts_are_found_and_named_before_any_server(folder, entries, reason
     assert reason in str(caught.value) and not (folder / "out.toml").exists()
 
 
+def test_diff_made_against_another_base_is_refused_and_named(folder):
+    (folder / "kernels" / "x.py").write_text("another first line\n" + BASE)
+    patchset = patchset_of(folder, EARLY, LATE)
+    with pytest.raises(DesignError, match=r"patch early cannot be joined with others: .*does not apply at line 4"):
+        write_design(patchset, "oat", folder / "out.toml", root=folder)
+    assert not (folder / "out.toml").exists()
+
+
 def test_bisect_serves_the_first_k_of_the_stack(folder):
     made = write_design(patchset_of(folder, EARLY, LATE, FLAG), "bisect", folder / "out.toml", root=folder)
     assert [c.build_id for c in made] == ["base", "all", "first-1", "first-2"]
