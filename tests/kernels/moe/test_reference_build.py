@@ -40,16 +40,21 @@ def test_exponents_from_outputs_and_from_source_agree(suspects: ModuleType, fold
 
 
 def test_lower_precision_mixing_stays_near_the_rounding_of_packing(suspects: ModuleType, folder: Path) -> None:
-    rows = {row["variant"]: row for row in suspects.measure_mhc(folder, prompts=1, lines=4)}
+    measured = suspects.measure_mhc(
+        folder, prompts=1, lines=6, tail=32, precisions=("bf16-in-out", "bf16-after-sinkhorn")
+    )
+    rows = {row["variant"]: row for row in measured}
     [packing] = [row for name, row in rows.items() if name.startswith("packing")]
-    assert packing["positions"] >= 20
+    assert packing["kl_mean_nats"] > 0, "the prompt fits one chunk: nothing was compared"
     for name, row in rows.items():
-        assert row["kl_mean_nats"] < max(10 * packing["kl_mean_nats"], 2e-3), name
+        assert row["kl_mean_nats"] < 10 * packing["kl_mean_nats"], name
 
 
 def test_split_decode_agrees_with_prefill_and_faults_do_not(suspects: ModuleType, folder: Path) -> None:
-    rows = {row["variant"]: row["kl_mean_nats"] for row in suspects.measure_decode(folder, lengths=(300,), steps=4)}
-    healthy = [kl for name, kl in rows.items() if not name.startswith("fault")]
-    faulty = [kl for name, kl in rows.items() if name.startswith("fault")]
-    assert max(healthy) < 2e-3
-    assert min(faulty) > 5 * max(healthy)
+    rows = {row["variant"]: row["kl_mean_nats"] for row in suspects.measure_decode(folder, lengths=(300,), steps=3)}
+    healthy = max(kl for name, kl in rows.items() if not name.startswith("fault"))
+    assert healthy < 1e-4  # measured 3e-6
+    assert rows["fault: lse_base2"] > 5 * healthy
+    assert rows["fault: garbage_padding"] > 0.01
+    # 512 slots of which the last 212 are padding: lengths that are 64 slots old lose nothing yet
+    assert rows["fault: stale_lengths"] < 2 * healthy + 1e-6
