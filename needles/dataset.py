@@ -5,17 +5,18 @@
     suite_hash(conversations)                                           # of the content, not of the file's bytes
 
 `write_set` adds a dataset card (README.md) and set.json, so that `datasets.load_dataset("sets/demo")` works too.
-The content hash is a sha256 over one canonical JSON line per conversation; Parquet bytes depend on the pyarrow version,
+The content hash is a sha256 over the conversations in a canonical form; Parquet bytes depend on the pyarrow version,
 the content hash does not.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -200,18 +201,45 @@ def from_row(row: dict[str, Any]) -> Conversation:
     )
 
 
-def canonical_line(row: dict[str, Any]) -> bytes:
-    """The bytes that the content hash covers: JSON in field order, the history's turns as lists without keys."""
-    turns = [[turn["role"], turn["content"], turn["fact_ids"]] for turn in row["turns"]]
-    return json.dumps({**row, "turns": turns}, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+def canonical_bytes(conversation: Conversation) -> bytes:
+    """The bytes that the content hash covers: the history's turns as plain text, everything else as JSON."""
+    # Escaping half a megabyte of text as JSON would take as long as planting it.
+    turns = "\x1e".join(
+        [
+            f"{turn.turn_index}\x1f{turn.role}\x1f{','.join(turn.fact_ids)}\x1f{turn.content}"
+            for turn in conversation.turns
+        ]
+    )
+    rest = to_row(replace(conversation, turns=()))
+    return f"{json.dumps(rest, ensure_ascii=False, separators=(',', ':'))}\x1d{turns}\n".encode()
 
 
 def suite_hash(conversations: Iterable[Conversation]) -> str:
     """sha256 over the conversations' content, in order."""
     digest = hashlib.sha256()
     for conversation in conversations:
-        digest.update(canonical_line(to_row(conversation)))
+        digest.update(canonical_bytes(conversation))
     return digest.hexdigest()
+
+
+def _table(conversations: Sequence[Conversation]) -> pa.Table:
+    """Rows of a group; the histories go column by column, which takes a third of the time of a dict per turn."""
+    table = pa.Table.from_pylist([to_row(replace(conversation, turns=())) for conversation in conversations], SCHEMA)
+    turns = [turn for conversation in conversations for turn in conversation.turns]
+    ends = accumulate((len(conversation.turns) for conversation in conversations), initial=0)
+    fields = pa.StructArray.from_arrays(
+        [
+            pa.array([turn.turn_index for turn in turns], pa.int32()),
+            pa.array([turn.role for turn in turns], pa.string()),
+            pa.array([turn.content for turn in turns], pa.string()),
+            pa.array([turn.fact_ids for turn in turns], pa.list_(pa.string())),
+        ],
+        fields=list(_TURN),
+    )
+    column = pa.ListArray.from_arrays(pa.array(list(ends), pa.int32()), fields)
+    return table.set_column(
+        SCHEMA.get_field_index("turns"), SCHEMA.field("turns"), column.cast(SCHEMA.field("turns").type)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,20 +260,19 @@ def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Wr
     count = 0
     try:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd", compression_level=1) as writer:
-            rows: list[dict[str, Any]] = []
+            group: list[Conversation] = []
             size = 0
             for conversation in conversations:
-                row = to_row(conversation)
-                line = canonical_line(row)
-                digest.update(line)
-                rows.append(row)
-                size += len(line)
+                content = canonical_bytes(conversation)
+                digest.update(content)
+                group.append(conversation)
+                size += len(content)
                 count += 1
                 if size > _GROUP_BYTES:
-                    writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
-                    rows, size = [], 0
-            if rows or not count:
-                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+                    writer.write_table(_table(group))
+                    group, size = [], 0
+            if group or not count:
+                writer.write_table(_table(group))
             writer.add_key_value_metadata({_HASH_KEY: digest.hexdigest().encode()})
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())

@@ -9,8 +9,8 @@ longest question (plus a few tokens of padding); every probe of the rung is a ta
 planned and realised length agree for each prompt, the history is shared between probes, and it is a prefix of rung
 r+1's. Rungs that lie close together (the residues of one length) share a history and differ in the tail alone.
 
-Lengths are sums of counted pieces (`render.Ruler`); then prompts are encoded whole and compared: all of them in short
-conversations, in long ones as many as cost little, and a window of the rest. A ruler without exact sums (a server's
+Lengths are sums of counted pieces (`render.Ruler`); then prompts are encoded whole and compared, as many of each
+conversation as cost little, and a window of long ones. A ruler without exact sums (a server's
 `/tokenize`, a template that rewrites earlier turns) is asked about every prompt instead. Same (recipe, seed,
 tokenizer, version): same bytes.
 """
@@ -51,7 +51,7 @@ _MEASURED_SLACK = 12
 """The same for rulers whose sums are estimates."""
 _ESTIMATE_MARGIN = 4
 """Tokens by which the estimated size of a fact's turns may be too small."""
-_ENCODE_WHOLE_TOKENS = 40_000
+_ENCODE_WHOLE_TOKENS = 12_000
 """So many tokens of each conversation's prompts are encoded whole and compared."""
 _WINDOW_CHARACTERS = 6_000
 """And a window of so many characters of what is longer."""
@@ -586,7 +586,9 @@ def _verify(conversation: Conversation, ruler: Ruler, rng: random.Random) -> Non
     if not ruler.additive:
         return  # every prompt was measured
     budget = _ENCODE_WHOLE_TOKENS
-    for ask in conversation.asks:
+    per_rung = max(1, len(conversation.probes))
+    turn_about = sorted(range(len(conversation.asks)), key=lambda place: (place % per_rung, place))
+    for ask in (conversation.asks[place] for place in turn_about):
         budget -= ask.prompt_tokens
         if budget < 0:
             break

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longrecall.needles.dataset import canonical_line, to_row
+from longrecall.needles.dataset import canonical_bytes
 from longrecall.needles.lint import Baselines
 from longrecall.needles.schema import Conversation
 
@@ -46,7 +46,7 @@ def count(conversations: Iterable[Conversation]) -> Counted:
     number = facts = turns = 0
     places: dict[tuple[str, int], list[tuple[float | None, int | None]]] = {}
     for conversation in conversations:
-        digest.update(canonical_line(to_row(conversation)))
+        digest.update(canonical_bytes(conversation))
         number, facts, turns = number + 1, facts + len(conversation.facts), turns + len(conversation.turns)
         baselines.add(conversation)
         kinds = {probe.probe_id: probe.kind for probe in conversation.probes}

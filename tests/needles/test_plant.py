@@ -1,0 +1,333 @@
+import dataclasses
+import random
+
+import pytest
+
+from longrecall.needles.dataset import suite_hash
+from longrecall.needles.elements import PlantError
+from longrecall.needles.haystack import Haystack
+from longrecall.needles.lint import Linter, lint
+from longrecall.needles.plant import concat_twin, ladder, make_conversations, make_haystack
+from longrecall.needles.recipes import BUILT_IN, Element, Recipe, recipe
+from longrecall.needles.render import Ruler, continues, messages_for
+from longrecall.needles.schema import Ask, Conversation
+from longrecall.needles.values import ValueSpaceError
+
+# Content hashes of small sets: a change means that a published suite hash no longer names the same bytes. Raise
+# plant.GENERATOR_VERSION and say so in the changelog when that is meant.
+PINNED = {
+    ("gemma", "reference"): "",
+    ("gemma", "mixed"): "",
+    ("tekken", "reference"): "",
+    ("tekken", "mixed"): "",
+}
+
+
+@pytest.fixture(scope="session")
+def rulers(gemma: Ruler, tekken: Ruler) -> dict[str, Ruler]:
+    return {"gemma": gemma, "tekken": tekken}
+
+
+@pytest.fixture(scope="session")
+def haystacks(rulers: dict[str, Ruler]) -> dict[tuple[str, str], Haystack]:
+    return {
+        (name, split): make_haystack(Recipe(name=split, elements=(Element(),), split=split), ruler, 0)
+        for name, ruler in rulers.items()
+        for split in ("heldout", "all")
+    }
+
+
+def encoded(ruler: Ruler, conversation: Conversation, ask: Ask) -> list[int]:
+    """Token ids of a prompt by the plain route: render, then encode."""
+    messages = messages_for(conversation, ask)
+    begun = continues(messages)
+    text = ruler.render(messages, add_generation_prompt=not begun, continue_final_message=begun)
+    ids: list[int] = ruler.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def test_rulers_count_by_sums(rulers: dict[str, Ruler]) -> None:
+    assert rulers["gemma"].additive and rulers["tekken"].additive
+    assert rulers["gemma"].tokenizer.get_vocab_size() > 200_000
+    assert rulers["tekken"].tokenizer.get_vocab_size() > 100_000
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_500_random_draws_are_exact_nested_true_and_repeatable(
+    part: int, rulers: dict[str, Ruler], haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    rng = random.Random(f"draws {part}")
+    names = sorted(BUILT_IN)
+    for draw in range(100):
+        chosen = BUILT_IN[names[(part * 100 + draw) % len(names)]]
+        ruler_name = rng.choice(["gemma", "tekken"])
+        ruler, haystack = rulers[ruler_name], haystacks[ruler_name, chosen.split]
+        first = rng.randint(1150, 1500)
+        rungs = sorted({first, first + rng.randint(1, 9), first + rng.randint(60, 900)})
+        seed = rng.randint(0, 10**6)
+        where = f"{chosen.name}, {ruler_name}, rungs {rungs}, seed {seed}"
+        [conversation] = make_conversations(chosen, ruler=ruler, rungs=rungs, count=1, seed=seed, haystack=haystack)
+        # exact
+        for ask in {ask.rung: ask for ask in conversation.asks}.values():
+            ids = encoded(ruler, conversation, ask)
+            assert len(ids) == ask.prompt_tokens == ask.rung, where
+            assert ids.count(ruler.bos_id) == 1, where
+            if ask.fact_span is not None:
+                live = {p.probe_id: p.gold for p in conversation.probes}[ask.probe_id]
+                assert live in ruler.tokenizer.decode(ids[slice(*ask.fact_span)]), where
+        # nested
+        ends = [max((ask.turn_end for ask in conversation.asks if ask.rung == rung), default=0) for rung in rungs]
+        assert ends == sorted(ends), where
+        assert {ask.rung for ask in conversation.asks} == set(rungs), where
+        # true
+        assert lint([conversation]) == [], where
+        # repeatable, whatever is made around it
+        if draw % 5 == 0:
+            again = make_conversations(chosen, ruler=ruler, rungs=rungs, count=1, seed=seed, haystack=haystack)
+            assert suite_hash(again) == suite_hash([conversation]), where
+
+
+@pytest.mark.parametrize(("ruler_name", "recipe_name"), sorted(PINNED))
+def test_bytes_are_pinned(
+    ruler_name: str, recipe_name: str, rulers: dict[str, Ruler], haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    chosen = BUILT_IN[recipe_name]
+    made = make_conversations(
+        chosen,
+        ruler=rulers[ruler_name],
+        rungs=[1200, 2500],
+        count=3,
+        seed=11,
+        haystack=haystacks[ruler_name, chosen.split],
+    )
+    assert suite_hash(made) == PINNED[ruler_name, recipe_name]
+
+
+def test_a_longer_rung_extends_the_shorter_one_token_by_token(
+    gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    [conversation] = make_conversations(
+        recipe("reference"),
+        ruler=gemma,
+        rungs=[448, 1024, 2048],
+        count=1,
+        seed=3,
+        haystack=haystacks["gemma", "heldout"],
+    )
+    by_rung = {ask.rung: ask for ask in conversation.asks}
+    short, long = encoded(gemma, conversation, by_rung[448]), encoded(gemma, conversation, by_rung[2048])
+    tail = 45  # question, begun answer and padding at most
+    assert short[: 448 - tail] == long[: 448 - tail]
+    assert len(conversation.asks) == 3 * 8  # every fact stands before the first branch
+
+
+def test_reference_tails_are_short(gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    made = make_conversations(
+        recipe("reference"),
+        ruler=gemma,
+        rungs=[448, 1024, 2048],
+        count=10,
+        seed=5,
+        haystack=haystacks["gemma", "heldout"],
+    )
+    longest = max(len(gemma.tokenizer.encode(ask.tail[0].content).ids) for c in made for ask in c.asks)
+    assert longest <= 32
+
+
+def test_values_are_unique_over_the_set(gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    values = [
+        fact.value
+        for conversation in make_conversations(
+            recipe("reference"), ruler=gemma, rungs=[700], count=30, seed=0, haystack=haystacks["gemma", "heldout"]
+        )
+        for fact in conversation.facts
+    ]
+    assert len(values) == len(set(values)) == 30 * 16
+    assert all(value.isdigit() and len(value) == 5 for value in values)
+
+
+def test_conversation_does_not_depend_on_how_many_are_made(
+    tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    def made(count: int, first: int = 0) -> list[Conversation]:
+        return list(
+            make_conversations(
+                recipe("keys"),
+                ruler=tekken,
+                rungs=[900],
+                count=count,
+                seed=4,
+                haystack=haystacks["tekken", "all"],
+                first=first,
+            )
+        )
+
+    four = made(4)
+    assert made(2) == four[:2]
+    assert made(2, first=2) == four[2:]
+
+
+def test_every_residue_can_be_asked(tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    rungs = ladder([1000], modulus=64, residues=range(64))
+    assert len(rungs) == 64 and rungs[-1] == 1000 and {rung % 64 for rung in rungs} == set(range(64))
+    [conversation] = make_conversations(
+        recipe("single"), ruler=tekken, rungs=rungs, count=1, seed=1, haystack=haystacks["tekken", "all"]
+    )
+    lengths = [len(encoded(tekken, conversation, ask)) for ask in conversation.asks]
+    assert lengths == rungs
+    assert ladder([4096], modulus=4, residues=[0, 1, 2, 3]) == [4093, 4094, 4095, 4096]
+    with pytest.raises(PlantError, match="between 0 and 3"):
+        ladder([4096], modulus=4, residues=[4])
+
+
+@pytest.mark.parametrize("name", ["reference", "mixed", "system-turn"])
+def test_too_small_a_target_is_an_error_with_the_minimum(
+    name: str, gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    chosen = recipe(name)
+
+    def make(rung: int) -> Conversation:
+        hay = haystacks["gemma", chosen.split]
+        return next(make_conversations(chosen, ruler=gemma, rungs=[rung], count=1, seed=2, haystack=hay))
+
+    minimum = 0
+    for rung in range(0, 401, 1 if name == "reference" else 20):
+        with pytest.raises(PlantError, match=r"need at least \d+ tokens") as caught:
+            make(rung)
+        minimum = int(str(caught.value).split("at least ")[1].split()[0])
+        assert minimum > 400
+    assert make(minimum).asks[0].prompt_tokens == minimum
+    with pytest.raises(PlantError):
+        make(minimum - 12)
+
+
+def test_impossible_arguments_are_named(gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    def make(**changes: object) -> None:
+        arguments = {"rungs": [900], "count": 1, "seed": 0} | changes
+        chosen = arguments.pop("recipe", recipe("keys"))
+        list(make_conversations(chosen, ruler=gemma, haystack=haystacks["gemma", "all"], **arguments))  # type: ignore[arg-type]
+
+    with pytest.raises(PlantError, match=r"\[900, 800\]"):
+        make(rungs=[900, 800])
+    with pytest.raises(PlantError, match="1048576"):
+        make(rungs=[2**20 + 1])
+    with pytest.raises(PlantError, match="two rungs"):
+        make(recipe=recipe("late"))
+    with pytest.raises(ValueSpaceError, match="160,000 unique values of kind number of 5 digits"):
+        make(count=10_000)
+    crowd = Recipe(name="crowd", elements=(Element(count=150, distractors=100),))
+    with pytest.raises(PlantError, match="more names than there are"):
+        make(recipe=crowd, rungs=[100_000])
+
+
+@pytest.mark.parametrize("depth", ["grid", (10.0, 50.0, 90.0)])
+def test_depth_is_where_it_was_asked(depth: object, tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    count = 4 if depth == "grid" else 3
+    chosen = Recipe(name="deep", elements=(Element(count=count),), depth=depth)  # type: ignore[arg-type]
+    wanted = [12.5, 37.5, 62.5, 87.5] if depth == "grid" else [10, 50, 90]
+    for conversation in make_conversations(
+        chosen, ruler=tekken, rungs=[8000], count=5, seed=0, haystack=haystacks["tekken", "all"]
+    ):
+        found = sorted(ask.depth_pct for ask in conversation.asks if ask.depth_pct is not None)
+        assert found == pytest.approx(wanted, abs=4)
+
+
+def test_concat_twin_has_the_same_facts_and_lengths(gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    hay = haystacks["gemma", "heldout"]
+    originals = list(
+        make_conversations(recipe("reference"), ruler=gemma, rungs=[700, 1300], count=2, seed=8, haystack=hay)
+    )
+    twins = [concat_twin(conversation, hay) for conversation in originals]
+    for original, twin in zip(originals, twins, strict=True):
+        assert twin.cluster_id == original.conversation_id and not twin.turns
+        assert [fact.value for fact in twin.facts] == [fact.value for fact in original.facts]
+        for ask in twin.asks:
+            assert [turn.role for turn in ask.tail] == ["user", "assistant"]
+            ids = encoded(gemma, twin, ask)
+            assert len(ids) == ask.rung
+            assert ask.fact_span is not None
+            gold = {probe.probe_id: probe.gold for probe in twin.probes}[ask.probe_id]
+            assert gold in gemma.tokenizer.decode(ids[slice(*ask.fact_span)])
+    assert lint(twins, ruler=gemma) == []
+
+
+REWRITING = (
+    "{{ bos_token }}{% for m in messages %}{% if loop.index0 % 6 == 5 %}[note {{ loop.index0 }}]{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def test_a_template_that_depends_on_the_place_is_measured_prompt_by_prompt(tekken: Ruler) -> None:
+    ruler = Ruler(tekken.tokenizer, REWRITING, config={"bos_token": "<s>"}, tokenizer_hash=tekken.tokenizer_hash)
+    assert not ruler.additive
+    made = list(make_conversations(recipe("reference"), ruler=ruler, rungs=[900, 2000], count=2, seed=1))
+    assert lint(made, ruler=ruler) == []
+    ask = made[0].asks[0]
+    assert ask.fact_span is not None
+    gold = {probe.probe_id: probe.gold for probe in made[0].probes}[ask.probe_id]
+    assert gold in ruler.tokenizer.decode(encoded(ruler, made[0], ask)[slice(*ask.fact_span)])
+
+
+def test_thinking_policy_changes_the_count_and_the_template_hash(tekken: Ruler) -> None:
+    template = tekken.template.replace(
+        "<|im_start|>assistant\\n'", "<|im_start|>assistant\\n' + ('' if thinking else '<think></think>')"
+    )
+    made = {}
+    for thinking in (True, False):
+        ruler = Ruler(
+            tekken.tokenizer,
+            template,
+            config={"bos_token": "<s>"},
+            tokenizer_hash=tekken.tokenizer_hash,
+            template_args={"thinking": thinking},
+        )
+        [conversation] = make_conversations(recipe("single"), ruler=ruler, rungs=[600], count=1, seed=1)
+        assert lint([conversation], ruler=ruler) == []
+        made[thinking] = conversation
+    assert made[True].template_hash != made[False].template_hash
+
+
+def test_long_conversations_are_exact_too(tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
+    [conversation] = make_conversations(
+        recipe("keys"), ruler=tekken, rungs=[1024, 131_072], count=1, seed=6, haystack=haystacks["tekken", "all"]
+    )
+    assert len(encoded(tekken, conversation, conversation.asks[-1])) == 131_072
+    sentences = [turn.content for turn in conversation.turns if turn.role == "assistant" and len(turn.content) > 100]
+    assert len(set(sentences)) == len(sentences)
+
+
+def test_built_in_sets_score_nothing_for_answers_without_reading(
+    tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    for name in ("reference", "single", "update", "hops", "mixed"):
+        chosen = recipe(name)
+        linter = Linter()
+        for conversation in make_conversations(
+            chosen, ruler=tekken, rungs=[1400, 1900], count=12, seed=9, haystack=haystacks["tekken", chosen.split]
+        ):
+            linter.add(conversation)
+        assert linter.problems() == [], name
+        shares = linter.baselines
+        assert shares.last_value <= 0.05 * shares.answerable and shares.frequent_value <= 0.05 * shares.answerable
+
+
+def test_mixed_recipe_asks_late_facts_only_once_they_stand(
+    tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    [conversation] = make_conversations(
+        recipe("late"), ruler=tekken, rungs=[900, 2500], count=1, seed=0, haystack=haystacks["tekken", "all"]
+    )
+    kinds = {probe.probe_id: probe.kind for probe in conversation.probes}
+    early = {ask.rung for ask in conversation.asks if kinds[ask.probe_id] == "abstain-early"}
+    assert early == {900}
+    moved = dataclasses.replace(
+        conversation,
+        asks=tuple(
+            dataclasses.replace(ask, turn_end=len(conversation.turns))
+            if kinds[ask.probe_id] == "abstain-early"
+            else ask
+            for ask in conversation.asks
+        ),
+    )
+    assert any(problem.rule == "true-answer" for problem in lint([moved]))
