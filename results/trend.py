@@ -132,9 +132,15 @@ def trends(
 
 def _series(own: Sequence[Stored], thresholds: Thresholds) -> list[Series]:
     made = []
-    for rung in sorted({p.rung for s in own for p in s.entry.points}):
-        points = [next((p for p in s.entry.points if p.rung == rung), None) for s in own]
-        noise = [abs(n.delta) for s in own for n in s.entry.noise if n.rung == rung and n.delta is not None]
+    by_rung = [{p.rung: p for p in s.entry.points} for s in own]
+    noise_at: dict[int, list[float]] = defaultdict(list)
+    for s in own:
+        for aa in s.entry.noise:
+            if aa.delta is not None:
+                noise_at[aa.rung].append(abs(aa.delta))
+    for rung in sorted(set().union(*by_rung)):
+        points = [by.get(rung) for by in by_rung]
+        noise = noise_at[rung]
         values = tuple(p.recall if p else None for p in points)
         made.append(
             Series(
