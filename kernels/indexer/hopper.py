@@ -85,8 +85,8 @@ def collect_kernel(
         tma.async_copy_global_to_shared(q_desc, [row * H + N, 0], q_bar, q_smem.index(1))
         m0 = row + o_q < T
         m1 = row + BQ + o_q < T
-        visible0 = gl.load(visible_ptr + row + o_q, mask=m0, other=0)
-        visible1 = gl.load(visible_ptr + row + BQ + o_q, mask=m1, other=0)
+        visible0 = gl.minimum(gl.load(visible_ptr + row + o_q, mask=m0, other=0), S)
+        visible1 = gl.minimum(gl.load(visible_ptr + row + BQ + o_q, mask=m1, other=0), S)
         threshold0 = gl.load(threshold_ptr + row + o_q, mask=m0, other=0.0)
         threshold1 = gl.load(threshold_ptr + row + BQ + o_q, mask=m1, other=0.0)
         w0 = gl.load(w_ptr + row * H + o_n, mask=row * H + o_n < T * H, other=0.0) * 0.5

@@ -149,7 +149,7 @@ def _collect_kernel(
         i_split = task % splits
         row = (task // splits) * (GROUPS * BQ)
         rows0 = row + tl.arange(0, BQ)
-        visible0 = tl.load(visible_ptr + rows0, mask=rows0 < T, other=0)
+        visible0 = tl.minimum(tl.load(visible_ptr + rows0, mask=rows0 < T, other=0), S)
         threshold0 = tl.load(threshold_ptr + rows0, mask=rows0 < T, other=0.0)
         o_n = row * H + tl.arange(0, N)
         q0 = tl.load(q_ptr + o_n[:, None].to(tl.int64) * D + o_d[None, :], mask=(o_n < T * H)[:, None], other=0.0)
@@ -157,7 +157,7 @@ def _collect_kernel(
         limit = tl.max(visible0)
         if GROUPS == 2:
             rows1 = rows0 + BQ
-            visible1 = tl.load(visible_ptr + rows1, mask=rows1 < T, other=0)
+            visible1 = tl.minimum(tl.load(visible_ptr + rows1, mask=rows1 < T, other=0), S)
             threshold1 = tl.load(threshold_ptr + rows1, mask=rows1 < T, other=0.0)
             o_n = o_n + N
             q1 = tl.load(q_ptr + o_n[:, None].to(tl.int64) * D + o_d[None, :], mask=(o_n < T * H)[:, None], other=0.0)
@@ -210,7 +210,7 @@ def _sample_kernel(
     """Grid: (blocks of BQ queries, SAMPLE / PART). Scores of keys spread over what the block's shortest query sees."""
     row = tl.program_id(0) * BQ
     rows = row + tl.arange(0, BQ)
-    visible = tl.load(visible_ptr + rows, mask=rows < T, other=1 << 30)
+    visible = tl.minimum(tl.load(visible_ptr + rows, mask=rows < T, other=1 << 30), S)
     limit = tl.maximum(tl.min(visible), 1).to(tl.int64)
     o_n = row * H + tl.arange(0, BQ * H)
     o_d = tl.arange(0, D)
@@ -262,7 +262,7 @@ def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, 
     """As `_threshold_kernel`, sampling given scores [T, S]."""
     row = tl.program_id(0)
     tl.store(count_ptr + row, 0)
-    visible = tl.load(visible_ptr + row)
+    visible = tl.minimum(tl.load(visible_ptr + row), S)
     if visible <= ALL:
         tl.store(threshold_ptr + row, LOWEST)
     else:
@@ -280,48 +280,54 @@ def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, 
 
 
 @triton.jit
-def _stream_block(s, key, threshold, base, count_ptr, values_ptr, index_ptr, DENSE: tl.constexpr, ALONE: tl.constexpr):
-    """Append one block of scores to the row's buffer at `base`, or where an atomic says; returns the next base."""
-    take = (s >= threshold).to(tl.int32)
-    total = tl.sum(take)
-    if not ALONE:
-        base = tl.atomic_add(count_ptr, total, sem="relaxed")
-    place = base + tl.cumsum(take, 0) - take
-    m = (take != 0) & (place < DENSE)
-    tl.store(values_ptr + place, s, mask=m)
-    tl.store(index_ptr + place, key, mask=m)
-    return base + total
+def _append_four(
+    s, first, threshold, position, values_ptr, index_ptr, BLOCK: tl.constexpr, STEP: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    """Append scores [BLOCK] of keys first, first + 1, … where four neighbours share a list, as they share a thread."""
+    even, odd = tl.split(tl.reshape(s, (STEP, 2, 2)))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    key = first + 4 * tl.arange(0, STEP)
+    position = _append(s0, key, s0 >= threshold, position, values_ptr, index_ptr, STEP, CAP)
+    position = _append(s1, key + 1, s1 >= threshold, position, values_ptr, index_ptr, STEP, CAP)
+    position = _append(s2, key + 2, s2 >= threshold, position, values_ptr, index_ptr, STEP, CAP)
+    return _append(s3, key + 3, s3 >= threshold, position, values_ptr, index_ptr, STEP, CAP)
 
 
 @triton.jit
 def _stream_kernel(
-    scores_ptr, visible_ptr, threshold_ptr, dense_values_ptr, dense_index_ptr, count_ptr, S, splits,
-    BLOCK: tl.constexpr, DENSE: tl.constexpr, ALONE: tl.constexpr,
+    scores_ptr, visible_ptr, threshold_ptr, lists_values_ptr, lists_index_ptr, dense_values_ptr, dense_index_ptr,
+    count_ptr, S, tasks, splits, BLOCK: tl.constexpr, CAP: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Collect from given scores. Grid: rows x splits; ALONE: one split, so that no other program writes the row."""
-    row = tl.program_id(0) // splits
-    visible = tl.load(visible_ptr + row)
-    threshold = tl.load(threshold_ptr + row)
-    share = tl.cdiv(tl.cdiv(visible, BLOCK), splits)
-    low = (tl.program_id(0) % splits) * share
-    high = tl.minimum(low + share, tl.cdiv(visible, BLOCK))
-    scores_ptr += row.to(tl.int64) * S
-    count_ptr += row
-    values_ptr = dense_values_ptr + row.to(tl.int64) * DENSE
-    index_ptr = dense_index_ptr + row.to(tl.int64) * DENSE
+    """Collect from given scores. Grid: any number of programs over tasks = rows x splits."""
+    STEP: tl.constexpr = BLOCK // 4
+    pid = tl.program_id(0).to(tl.int64)
+    values_ptr = lists_values_ptr + pid * (STEP * CAP)
+    index_ptr = lists_index_ptr + pid * (STEP * CAP)
     o = tl.arange(0, BLOCK)
-    base = 0
-    # a mask would split the 16-byte loads, so the last block, the only one that needs it, stands alone
-    whole = tl.minimum(high, visible // BLOCK)
-    for i in range(low, whole):
-        s = tl.load(scores_ptr + i * BLOCK + o)
-        base = _stream_block(s, i * BLOCK + o, threshold, base, count_ptr, values_ptr, index_ptr, DENSE, ALONE)
-    if low < high and high > whole:
-        key = whole * BLOCK + o
-        s = tl.load(scores_ptr + key, mask=key < visible, other=float("-inf"))
-        base = _stream_block(s, key, threshold, base, count_ptr, values_ptr, index_ptr, DENSE, ALONE)
-    if ALONE:
-        tl.store(count_ptr, base)
+    start = tl.arange(0, STEP)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        row = task // splits
+        visible = tl.minimum(tl.load(visible_ptr + row), S)
+        threshold = tl.load(threshold_ptr + row)
+        share = tl.cdiv(tl.cdiv(visible, BLOCK), splits)
+        low = (task % splits) * share
+        high = tl.minimum(low + share, tl.cdiv(visible, BLOCK))
+        # a mask would split the 16-byte loads, so the last block, the only one that needs it, stands alone
+        whole = tl.minimum(high, visible // BLOCK)
+        base = scores_ptr + row.to(tl.int64) * S
+        position = start
+        for i in tl.range(low, whole, num_stages=STAGES):
+            s = tl.load(base + i * BLOCK + o)
+            position = _append_four(s, i * BLOCK, threshold, position, values_ptr, index_ptr, BLOCK, STEP, CAP)
+        if low < high and high > whole:
+            s = tl.load(base + whole * BLOCK + o, mask=whole * BLOCK + o < visible, other=float("-inf"))
+            position = _append_four(s, whole * BLOCK, threshold, position, values_ptr, index_ptr, BLOCK, STEP, CAP)
+        rows = row + tl.arange(0, 1)
+        _pack(
+            position[:, None], start[:, None], rows, rows >= 0, values_ptr, index_ptr,
+            dense_values_ptr, dense_index_ptr, count_ptr, STEP, CAP, DENSE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -411,7 +417,7 @@ def _select_lists_kernel(
 def _small_kernel(scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr):
     """Grid: T. Top-k of rows of scores that fit one program."""
     row = tl.program_id(0)
-    visible = tl.load(visible_ptr + row)
+    visible = tl.minimum(tl.load(visible_ptr + row), S)
     o = tl.arange(0, WIDTH)
     s = tl.load(scores_ptr + row.to(tl.int64) * S + o, mask=o < visible, other=float("-inf")) + 0.0
     valid = s > float("-inf")
@@ -444,7 +450,7 @@ def _repair_kernel(
     """Grid: T. Flagged rows: four radix passes of 8 bits find the k-th score, a fifth collects in index order."""
     row = tl.program_id(0)
     if tl.load(flag_ptr + row) != 0:
-        visible = tl.load(visible_ptr + row)
+        visible = tl.minimum(tl.load(visible_ptr + row), S)
         first = tl.zeros((), tl.int64)
         if DISTINCT:
             first += row.to(tl.int64) * S
@@ -630,7 +636,7 @@ def topk_triton(
     columns, device = keys.shape[-2], q.device
     distinct = keys.ndim == 3
     launch = launch or choose_launch(q, keys)
-    visible = visible.to(device=device, dtype=torch.int32).clamp(0, columns)
+    visible = visible.to(device=device, dtype=torch.int32)
     block = launch.queries * launch.groups
     plan = make_plan(
         triton.cdiv(rows, block), columns, k, width=launch.keys, slots=launch.per_sm * multiprocessors(device)
@@ -650,7 +656,7 @@ def topk_triton(
         )  # fmt: skip
         _threshold_kernel[(rows,)](
             sample, visible, threshold, count, k, plan.keep_all, SAMPLE=plan.sample,
-            num_warps=8 if plan.sample > 4096 else 4,
+            num_warps=_threshold_warps(rows, plan.sample),
         )  # fmt: skip
     out = torch.empty(rows, k, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
@@ -746,6 +752,15 @@ def _finish(
     )  # fmt: skip
 
 
+STREAM_BLOCK, STREAM_WARPS, STREAM_STAGES, STREAM_PER_SM = 1024, 8, 4, 6
+"""Block of scores, warps, pipeline depth and programs a multiprocessor of the pass over given scores."""
+
+
+def _threshold_warps(rows: int, sample: int) -> int:
+    """Few rows want latency, many rows want room."""
+    return 4 if rows > 256 else min(32, max(4, sample // 512))
+
+
 def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> Tensor:
     """As `select_topk`, on a GPU: scores [T, S] fp32 (left as they are) → int32 [T, k]."""
     scores = scores.contiguous()
@@ -753,7 +768,7 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
     device = scores.device
     if visible is None:
         visible = torch.full((rows,), columns, device=device, dtype=torch.int32)
-    visible = visible.to(device=device, dtype=torch.int32).clamp(0, columns)
+    visible = visible.to(device=device, dtype=torch.int32)
     out = torch.empty(rows, k, device=device, dtype=torch.int32)
     if columns <= 8192 and k <= columns:
         width = _power_of_2(columns)
@@ -769,23 +784,26 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
             num_warps=min(16, max(4, width // 512)),
         )
         return out
-    block = 4096
-    plan = make_plan(rows, columns, k, width=block, slots=4 * multiprocessors(device))
+    step = STREAM_BLOCK // 4
+    plan = make_plan(rows, columns, k, width=step, slots=STREAM_PER_SM * multiprocessors(device))
     threshold, count = _row_state(rows, plan, device)
     if plan.sample:
         _row_threshold_kernel[(rows,)](
-            scores, visible, threshold, count, columns, k, min(plan.dense, columns), SAMPLE=plan.sample,
-            num_warps=min(16, max(4, plan.sample // 512)),
+            scores, visible, threshold, count, columns, k, plan.keep_all, SAMPLE=plan.sample,
+            num_warps=_threshold_warps(rows, plan.sample),
         )  # fmt: skip
+    cap = 4 * triton.cdiv(plan.cap, 4)  # four keys of a block share a list
     dense_values = torch.empty(rows, plan.dense, device=device)
     dense_index = torch.empty(rows, plan.dense, device=device, dtype=torch.int32)
+    lists_values = torch.empty(plan.programs * step * cap, device=device)
+    lists_index = torch.empty(plan.programs * step * cap, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
-    splits = max(1, min(triton.cdiv(columns, 2 * block), 8 * multiprocessors(device) // rows))
-    _stream_kernel[(rows * splits,)](
-        scores, visible, threshold, dense_values, dense_index, count, columns, splits, BLOCK=block, DENSE=plan.dense,
-        ALONE=splits == 1, num_warps=8,
+    _stream_kernel[(plan.programs,)](
+        scores, visible, threshold, lists_values, lists_index, dense_values, dense_index, count, columns,
+        plan.tasks, plan.splits, BLOCK=STREAM_BLOCK, CAP=cap, DENSE=plan.dense, STAGES=STREAM_STAGES,
+        num_warps=STREAM_WARPS,
     )  # fmt: skip
-    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=splits > 1)
+    _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
     _repair_kernel[(rows,)](
         flag, scores, scores, scores, scores, scores, visible, out, columns, k, H=1, D=16, BK=1024, DISTINCT=True,
         SCALED=False, GIVEN=True, PRECISION="tf32", num_warps=8,

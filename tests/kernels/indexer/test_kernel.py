@@ -56,8 +56,9 @@ def compare(
         if mine != theirs:
             kth = scores[row][want[row, : sizes[row]].long()].min()
             gap = max(abs(float(scores[row, j] - kth)) for j in mine ^ theirs)
-            # sums in another order: 2e-7 of terms near 100, and fp8 products keep 13 bits on a tensor core
-            assert gap < (2e-3 if dtype == torch.float8_e4m3fn and DEVICE.type == "cuda" else 1e-4), (name, row, gap)
+            # sums in another order: 2e-7 of terms near 100. A tensor core keeps 13 bits while it sums fp8 products:
+            # .008 seen on scores that spread by 18; times 4
+            assert gap < (3e-2 if dtype == torch.float8_e4m3fn and DEVICE.type == "cuda" else 1e-4), (name, row, gap)
     again = kernel.topk_triton(q, keys, weights, k, visible=visible, scale=scale, launch=launch)
     assert torch.equal(again, got), (name, "not repeatable")
     print("ok", name, flush=True)
@@ -97,7 +98,10 @@ for name, rows, columns, k, make in [
     visible = torch.tensor([columns, columns // 2, 5][:rows], dtype=torch.int32)
     scores, visible = scores.to(DEVICE), visible.to(DEVICE)
     want = select_topk(scores.clone(), k, visible=visible)
-    assert torch.equal(kernel.select_triton(scores, k, visible=visible), want), name
+    got = kernel.select_triton(scores, k, visible=visible)
+    assert torch.equal(kernel.select_triton(scores, k, visible=visible), got), (name, "not repeatable")
+    assert torch.equal(got.sort(1).values, want.sort(1).values), name
+    assert not ((got[:, :-1] < 0) & (got[:, 1:] >= 0)).any(), (name, "-1 comes last")
     print("ok", name, flush=True)
 """
 
