@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longrecall.kernels.indexer import indexer_logits_ref, select_topk
 from longrecall.kernels.mhc import Precision, mhc_post, mhc_pre
 from longrecall.kernels.sparse_attention import sparse_decode
 from longrecall.runners.reference.attention import (
@@ -160,7 +161,10 @@ class _Layer:
             rows = slice(job.row, job.row + job.rows)
             selected = None
             if index_q is not None and weights is not None:
-                selected = torch.cat([self._select(m, index_q, weights) for m in job.members])
+                if batch.decode:
+                    selected = self._select_branches(job, index_q[rows], weights[rows])
+                else:
+                    selected = torch.cat([self._select(m, index_q, weights) for m in job.members])
                 captured.append(selected)
             keys, values = job.gather("k", self.layer_id), job.gather("v", self.layer_id)
             if batch.decode:
@@ -185,6 +189,22 @@ class _Layer:
         keys = member.cache.index_keys(self.index_slot, member.start + member.tokens)
         visible = torch.arange(member.start + 1, member.start + member.tokens + 1, device=index_q.device)
         return self.indexer.select(index_q[rows].to(keys.dtype), keys, weights[rows], visible)
+
+    def _select_branches(self, job: Job, index_q: Tensor, weights: Tensor) -> Tensor:
+        """`_select` for one new token of each branch of a history: the shared index keys are scored for all at once."""
+        assert self.indexer is not None
+        if len(job.members) == 1 or max(m.start for m in job.members) < self.indexer.topk:
+            lone = [Member(m.cache, n, 1, m.start) for n, m in enumerate(job.members)]
+            return torch.cat([self._select(m, index_q, weights) for m in lone])
+        scores = indexer_logits_ref(index_q, job.gather("index_k", self.index_slot), weights)
+        shared, tails = scores[:, : job.base_end], scores[:, job.base_end :]
+        # all tails stand side by side behind the shared keys: move each branch's own to where its positions say
+        lengths = torch.tensor([end for _, _, end in job.tails], device=scores.device)[:, None]
+        place = torch.arange(int(lengths.max()), device=scores.device)
+        own = torch.tensor(job.tail_columns, device=scores.device)[:, None] - job.base_end + place
+        missing = place >= lengths
+        picked = tails.gather(1, own.clamp(max=tails.shape[1] - 1)).masked_fill_(missing, float("-inf"))
+        return select_topk(torch.cat((shared, picked), 1), self.indexer.topk)
 
 
 class ReferenceModel:
