@@ -53,7 +53,7 @@ def parse_lengths(text: str) -> list[int]:
     return sorted(set(lengths))
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(temporary, "wb") as handle:
@@ -100,7 +100,7 @@ def plot(rows: "list[Row]", path: Path) -> None:
         buffer.write(text.getvalue().encode())
     else:
         chart.save(buffer, format="png", ppi=144)
-    _write(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue())
 
 
 def _table(rows: "list[Row]") -> None:
@@ -175,7 +175,9 @@ def sweep(
     if not capture:
         typer.echo(f"{chosen.name}: every key is selected up to {chosen.identity_tokens:,} tokens.")
     if json_to:
-        _write(json_to, json.dumps({"schema_version": 1, "preset": preset, "rows": rows_as_dicts(rows)}).encode())
+        write_atomically(
+            json_to, json.dumps({"schema_version": 1, "preset": preset, "rows": rows_as_dicts(rows)}).encode()
+        )
     if plot_to:
         plot(rows, plot_to)
 

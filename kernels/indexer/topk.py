@@ -164,7 +164,7 @@ def index_topk(
 
     q [T, H, D], keys [S, D] (or [T, S, D]: each query its own), weights [T, H], visible [T] (query t sees keys
     s < visible[t]; None: all). Either may be `Packed`, the bytes of a cache: an fp8 query's scale is folded into the
-    weights, the keys are never expanded as a whole. Returns int32 [T, k], -1 last; ascending on a CPU, on a GPU in an
+    weights (scale None: the caller did), the keys are never expanded as a whole. Returns int32 [T, k], -1 last; ascending on a CPU, on a GPU in an
     order that has no meaning but is the same for the same inputs.
 
     When no query sees more than k keys, no score is read. The scores are never stored as [T, S]. Runs on the device of
@@ -173,9 +173,9 @@ def index_topk(
     if isinstance(q, Packed):
         if not q.fmt.startswith("fp8"):
             raise ShapeError(f"a packed q must be fp8, not {q.fmt}; give the others dequantised")
-        assert q.scale is not None
-        weights = weights * q.scale.squeeze(-1)
-        q = Packed(fmt=q.fmt, data=q.data, scale=None)
+        if q.scale is not None:
+            weights = weights * q.scale.squeeze(-1)
+            q = Packed(fmt=q.fmt, data=q.data, scale=None)
     q_data = q.data if isinstance(q, Packed) else q
     packed = keys if isinstance(keys, Packed) else _as_packed(keys)
     check_shapes(q_data, packed, weights, k, visible)

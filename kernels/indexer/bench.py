@@ -1,0 +1,451 @@
+"""`longrecall bench indexer`: score and top-k, timed against peers on a CPU core or a GPU.
+
+    longrecall bench indexer                          # the GPU if there is one, else one CPU core
+    longrecall bench indexer --device cpu --json out.json
+    longrecall bench indexer --shapes 4096x128K,1x1M
+
+Every case is checked against the plain reference first, peers too; a wrong result stops the run. Before each timed call
+the L2 cache is overwritten. Few queries are replayed from a CUDA graph, so that launches cost what they cost a server.
+Times are microseconds, p20/p50/p80. The last line on standard output is one JSON document. Peers that are not
+installed (deep_gemm, flashinfer) are left out and named.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS, DIM, K = 64, 128, 512
+GPU_SCORE_SHAPES = "1x4K,1x128K,1x1M,64x128K,64x128K-distinct,4096x32K,4096x128K"
+GPU_SELECT_SHAPES = "1x4K,1x32K,1x128K,1x1M,64x32K,64x128K,64x1M,4096x32K,4096x128K"
+CPU_SHAPES = "1x4K,1x32K,1x128K,8x32K"
+
+
+class BenchError(RuntimeError):
+    """A result that is wrong: nothing after it is timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    op: str
+    """score+select, or select."""
+    provider: str
+    shape: str
+    dtype: str
+    unit: str
+    p20: float
+    p50: float
+    p80: float
+    extra_mb: float | None
+    """Peak memory above the inputs."""
+    worst_tie: float | None
+    """Furthest wrong pick from the k-th score, in standard deviations of the row's scores; 0: the exact set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    rows: int
+    keys: int
+    distinct: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        from longrecall.kernels.indexer.cli import UsageError, parse_lengths
+
+        body, _, tail = text.strip().partition("-")
+        rows, cross, keys = body.partition("x")
+        if not cross or not rows.isdigit() or tail not in ("", "distinct"):
+            raise UsageError(f"shape {text!r} is not queries x keys such as 4096x128K or 64x128K-distinct")
+        return cls(rows=int(rows), keys=parse_lengths(keys)[0], distinct=bool(tail))
+
+    @property
+    def name(self) -> str:
+        keys = f"{self.keys >> 20}M" if self.keys % (1 << 20) == 0 else f"{self.keys >> 10}K"
+        return f"{self.rows}x{keys}" + ("-distinct" if self.distinct else "")
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with + where it has changes; None outside one."""
+    run = {"capture_output": True, "text": True, "cwd": Path(__file__).parent}
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run)  # type: ignore[call-overload]
+        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "."], **run)  # type: ignore[call-overload]
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if dirty.returncode else "") if head.returncode == 0 else None
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    triton = sys.modules.get("triton")
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "device": device,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def _quantiles(times: list[float]) -> tuple[float, float, float]:
+    times = sorted(times)
+    return tuple(round(times[min(len(times) - 1, int(len(times) * p))], 2) for p in (0.2, 0.5, 0.8))  # type: ignore[return-value]
+
+
+def time_cpu(call: Callable[[], object], *, seconds: float = 2.0) -> tuple[float, float, float]:
+    """CPU time of single calls on this thread with cold caches, until `seconds` have passed; at least 5.
+
+    CPU time, because a busy machine's wall time says who else ran; with more threads than one it is wall time.
+    """
+    import torch
+
+    flush = torch.empty(16 << 20)
+    call()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 5 or time.perf_counter() - begun < seconds:
+        flush.zero_()
+        start = clock()
+        call()
+        times.append((clock() - start) * 1e6)
+    return _quantiles(times)
+
+
+def time_gpu(call: Callable[[], object], *, repeats: int, graph: bool) -> tuple[float, float, float]:
+    """Device time of single calls between events, L2 overwritten before each."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    if graph:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        call = captured.replay
+    flush = torch.empty(64 << 20, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return _quantiles(times)
+
+
+def worst_tie(selection: "Tensor", scores: "Tensor", k: int) -> float:
+    """0 for the exact set, else the furthest differing pick from the k-th score in the row's standard deviations."""
+    from longrecall.kernels.indexer.topk import select_topk
+
+    want = select_topk(scores.clone(), k)
+    worst = 0.0
+    for row in range(scores.shape[0]):
+        mine, theirs = set(selection[row].tolist()) - {-1}, set(want[row].tolist()) - {-1}
+        if len(mine) != len(theirs):
+            return float("inf")
+        if mine != theirs:
+            kth, spread = scores[row][want[row].long()].min(), scores[row].std()
+            worst = max(worst, max(float((scores[row, j] - kth).abs() / spread) for j in mine ^ theirs))
+    return worst
+
+
+@dataclass(kw_only=True, eq=False)
+class Case:
+    """Inputs of one shape and dtype on one device, and the scores of a few of its rows."""
+
+    shape: Shape
+    dtype: str
+    q: Any
+    keys: Any
+    weights: "Tensor"
+    visible: "Tensor"
+    probes: list[int]
+    probe_scores: "Tensor"
+
+    def check(self, provider: str, selection: "Tensor", tolerance: float) -> float:
+        found = worst_tie(selection[self.probes], self.probe_scores, K)
+        if found > tolerance:
+            raise BenchError(
+                f"{provider} at {self.shape.name} {self.dtype} picks a key {found:.2g} standard deviations from the "
+                f"k-th score; {tolerance:g} is allowed"
+            )
+        return found
+
+
+def make_case(shape: Shape, dtype: str, device: str) -> Case:
+    import torch
+
+    from longrecall.kernels.indexer.formats import Packed, decode_bytes, dequantize, quantize
+    from longrecall.kernels.indexer.reference import indexer_logits_ref
+
+    generator = torch.Generator(device=device).manual_seed(shape.rows + shape.keys)
+    some = {"device": device, "generator": generator}
+    q = torch.randn(shape.rows, HEADS, DIM, **some)  # type: ignore[call-overload]
+    many = (shape.rows, shape.keys) if shape.distinct else (shape.keys,)
+    keys = torch.randn(*many, DIM, dtype=torch.bfloat16, **some)  # type: ignore[call-overload]
+    weights = torch.randn(shape.rows, HEADS, **some)  # type: ignore[call-overload]
+    fast: Any
+    store: Any
+    if dtype == "fp8":
+        fast = quantize(q, "fp8")
+        if shape.distinct:  # one row at a time: the fp32 copy of 64 x 128K keys would not be small
+            parts = [quantize(row, "fp8") for row in keys]
+            data, scale = torch.stack([p.data for p in parts]), torch.stack([p.scale for p in parts])  # type: ignore[misc]
+            store = Packed(fmt="fp8", data=data, scale=scale)
+        else:
+            store = quantize(keys, "fp8")
+    else:
+        wide = torch.bfloat16 if dtype == "bf16" else torch.float32
+        fast, store = q.to(wide), keys.to(wide)
+    if dtype == "fp8":
+        # folded beforehand, as servers do in the kernel that quantises the query
+        weights, fast = weights * fast.scale.squeeze(-1), Packed(fmt="fp8", data=fast.data, scale=None)
+    probes = sorted({0, shape.rows // 2, shape.rows - 1})
+    scores = []
+    for row in probes:
+        if dtype == "fp8":
+            own = store if not shape.distinct else Packed(fmt="fp8", data=store.data[row], scale=store.scale[row])
+            values, query = dequantize(own), decode_bytes(fast.data[row : row + 1], "e4m3fn")
+        else:
+            values, query = (store[row] if shape.distinct else store).float(), fast[row : row + 1].float()
+        scores.append(indexer_logits_ref(query, values, weights[row : row + 1]))
+    visible = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device=device)
+    return Case(
+        shape=shape, dtype=dtype, q=fast, keys=store, weights=weights, visible=visible, probes=probes,
+        probe_scores=torch.cat(scores),
+    )  # fmt: skip
+
+
+def _extra_mb(call: Callable[[], object], device: str) -> float | None:
+    if device != "cuda":
+        return None
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
+
+
+def _torch_score_select(case: Case) -> Callable[[], "Tensor"]:
+    """What a plain torch user writes: bf16 products of a block of queries, ReLU, head sum, torch.topk.
+
+    fp8 keys are expanded before the clock starts.
+    """
+    import torch
+
+    from longrecall.kernels.indexer.formats import Packed, decode_bytes, dequantize
+
+    wide = torch.float32 if case.dtype == "fp32" else torch.bfloat16
+    q = decode_bytes(case.q.data, "e4m3fn", wide) if isinstance(case.q, Packed) else case.q
+    if not isinstance(case.keys, Packed):
+        keys = case.keys
+    elif case.shape.distinct:
+        parts = zip(case.keys.data, case.keys.scale, strict=True)
+        keys = torch.stack([dequantize(Packed(fmt="fp8", data=d, scale=s)).to(wide) for d, s in parts])
+    else:
+        keys = dequantize(case.keys).to(wide)
+    weights = case.weights
+    block = max(1, (1 << 31) // (HEADS * case.shape.keys * 4))
+
+    def call() -> "Tensor":
+        out = []
+        for start in range(0, case.shape.rows, block):
+            part = q[start : start + block]
+            if case.shape.distinct:
+                dots = part @ keys[start : start + block].transpose(1, 2)
+            else:
+                dots = (part.flatten(0, 1) @ keys.T).view(part.shape[0], HEADS, -1)
+            scores = torch.bmm(weights[start : start + block].unsqueeze(1), dots.relu_().float()).squeeze(1)
+            out.append(scores.topk(K, dim=1, sorted=False).indices)
+        return torch.cat(out)
+
+    return call
+
+
+def _deep_gemm(case: Case) -> Callable[[], "Tensor"] | None:
+    """DeepGEMM's contiguous fp8 logits (0.1.x), then torch.topk; prefill shapes alone."""
+    import torch
+
+    if case.dtype != "fp8" or case.shape.distinct or case.shape.rows < 64:
+        return None
+    try:
+        import deep_gemm
+    except Exception as error:  # its compiled part raises whatever its loader meets
+        typer.echo(f"peer deep_gemm left out: {type(error).__name__}: {error}")
+        return None
+    fp8 = torch.float8_e4m3fn
+    start = torch.zeros_like(case.visible)
+    keys = (case.keys.data.view(fp8), case.keys.scale.squeeze(-1).contiguous())
+
+    def call() -> "Tensor":
+        logits = deep_gemm.fp8_mqa_logits(case.q.data.view(fp8), keys, case.weights, start, case.visible)
+        return torch.as_tensor(logits).topk(K, dim=1, sorted=False).indices
+
+    return call
+
+
+def score_rows(shapes: list[Shape], dtypes: list[str], device: str) -> Iterator[Row]:
+    from longrecall.kernels.indexer.topk import index_topk
+
+    for shape in shapes:
+        for dtype in dtypes:
+            if shape.distinct and dtype == "fp32":
+                continue
+            case = make_case(shape, dtype, device)
+            # a CPU rounds dots to bf16 (2^-9), a tensor core sums fp8 products in 13 bits, fp32 sums differ in order
+            tolerance = (0.05 if dtype != "fp32" else 1e-4) if device == "cpu" else {"fp8": 5e-3}.get(dtype, 1e-4)
+
+            def ours(case: Case = case) -> "Tensor":
+                return index_topk(case.q, case.keys, case.weights, K, visible=case.visible)
+
+            providers: dict[str, Callable[[], Tensor] | None] = {"longrecall": ours, "torch": _torch_score_select(case)}
+            if device == "cuda":
+                providers["deep_gemm + torch.topk"] = _deep_gemm(case)
+            for provider, call in providers.items():
+                if call is None:
+                    continue
+                found = case.check(provider, call(), tolerance if provider == "longrecall" else 0.06)
+                small = shape.rows * shape.keys <= 1 << 23
+                quantiles = (
+                    time_cpu(call)
+                    if device == "cpu"
+                    else time_gpu(call, repeats=30 if small else 6, graph=small and provider == "longrecall")
+                )
+                yield _row("score+select", provider, shape, dtype, quantiles, _extra_mb(call, device), found)
+
+
+def _row(
+    op: str, provider: str, shape: Shape, dtype: str, times: tuple[float, float, float], extra: float | None,
+    found: float | None,
+) -> Row:  # fmt: skip
+    return Row(
+        op=op, provider=provider, shape=shape.name, dtype=dtype, unit="us", p20=times[0], p50=times[1], p80=times[2],
+        extra_mb=extra, worst_tie=found,
+    )  # fmt: skip
+
+
+def _flashinfer() -> Callable[["Tensor"], "Tensor"] | None:
+    try:
+        import flashinfer
+    except Exception as error:
+        typer.echo(f"peer flashinfer left out: {type(error).__name__}: {error}")
+        return None
+    return lambda scores: flashinfer.top_k(scores, K)[1]
+
+
+def select_rows(shapes: list[Shape], device: str) -> Iterator[Row]:
+    import torch
+
+    from longrecall.kernels.indexer.topk import select_topk
+
+    flashinfer = _flashinfer() if device == "cuda" else None
+    for shape in shapes:
+        scores = torch.randn(shape.rows, shape.keys, device=device)
+
+        def ours(scores: "Tensor" = scores) -> "Tensor":
+            if device == "cpu":
+                return select_topk(scores, K)
+            from longrecall.kernels.indexer.kernel import select_triton
+
+            return select_triton(scores, K)
+
+        providers: dict[str, Callable[[], Tensor]] = {
+            "longrecall": ours,
+            "torch.topk": lambda scores=scores: scores.topk(K, dim=1, sorted=False).indices,  # type: ignore[misc]
+        }
+        if flashinfer is not None:
+            providers["flashinfer.top_k"] = lambda scores=scores: flashinfer(scores)  # type: ignore[misc]
+        for provider, call in providers.items():
+            found = worst_tie(call()[:2], scores[:2], K)
+            if found > 0:
+                raise BenchError(f"{provider} at {shape.name} does not select the {K} best scores")
+            quantiles = (
+                time_cpu(call)
+                if device == "cpu"
+                else time_gpu(call, repeats=30, graph=provider == "longrecall")
+            )  # fmt: skip
+            yield _row("select", provider, shape, "fp32", quantiles, _extra_mb(call, device), found)
+        del scores
+
+
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    shapes: Annotated[
+        str | None, typer.Option(help="Score shapes, queries x keys: 4096x128K,64x128K-distinct.")
+    ] = None,
+    select_shapes: Annotated[str | None, typer.Option(help="Shapes of the top-k alone, or none.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Key formats: fp32, bf16, fp8.")] = "bf16,fp8",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    json_to: Annotated[Path | None, typer.Option("--json", help="Write the document here too.")] = None,
+) -> None:
+    """Index score and top-k against peers; the last line on standard output is one JSON document."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrecall.kernels.indexer.cli import UsageError, write_atomically
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is unknown; known: auto, cpu, cuda")
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    wanted = dtypes.split(",")
+    for dtype in wanted:
+        if dtype not in ("fp32", "bf16", "fp8"):
+            raise UsageError(f"dtype {dtype!r} is unknown; known: fp32, bf16, fp8")
+    score = [Shape.parse(s) for s in (shapes or (GPU_SCORE_SHAPES if device == "cuda" else CPU_SHAPES)).split(",")]
+    select_text = select_shapes or (GPU_SELECT_SHAPES if device == "cuda" else "1x4K,1x128K")
+    alone = [] if select_text == "none" else [Shape.parse(s) for s in select_text.split(",")]
+    rows = [*score_rows(score, wanted, device), *select_rows(alone, device)]
+    table = Table(title=f"H {HEADS}, D {DIM}, k {K}; microseconds, cold L2")
+    for name in ("op", "shape", "dtype", "provider", "p20", "p50", "p80", "MB above inputs", "worst tie / σ"):
+        table.add_column(name, justify="left" if name in ("op", "shape", "dtype", "provider") else "right")
+    for row in rows:
+        times = [f"{value:,.1f}" for value in (row.p20, row.p50, row.p80)]
+        extra = "–" if row.extra_mb is None else f"{row.extra_mb:,.1f}"
+        table.add_row(row.op, row.shape, row.dtype, row.provider, *times, extra, f"{row.worst_tie:.0e}")
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    document = {
+        "schema_version": 1,
+        "bench": "indexer",
+        "commit": _commit(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_machine(device),
+        "rows": [asdict(row) for row in rows],
+    }
+    line = json.dumps(document, separators=(",", ":"))
+    if json_to:
+        write_atomically(json_to, (line + "\n").encode())
+    typer.echo(line)
