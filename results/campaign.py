@@ -67,8 +67,8 @@ class Options:
     """What `longrecall eval` was asked for."""
 
     patchset: Path
-    rungs: tuple[int, ...] = (448, 1024, 2048)
-    conversations: int = 40
+    rungs: tuple[int, ...] = (448, 1024)
+    conversations: int = 26
     seed: int = 0
     recipe: str = "reference"
     only: tuple[str, ...] = ()
@@ -519,6 +519,7 @@ async def _ask_all(
         max_tokens=campaign.max_tokens,
         stop=STOP,
         seed=campaign.seed,
+        first=tuple(build.build_id for build in campaign.builds if build.role in ("base", "positive-control")),
         conversations_at_once=1 if plan.engine.shares_prefill else campaign.block_size,
         whole_ladder=plan.engine.shares_prefill,
     )

@@ -35,6 +35,8 @@ class ReplayPlan:
     max_tokens: int = 12
     stop: tuple[str, ...] = ("\n",)
     seed: int = 0
+    first: tuple[str, ...] = ()
+    """Builds that go ahead through the first conversations; see `cells`."""
     conversations_at_once: int = 4
     whole_ladder: bool = False
     """Send all rungs and probes of a conversation at once (the server shares a prefix that is being computed)."""
@@ -47,6 +49,10 @@ class ReplayPlan:
         return asks * len(self.build_ids) * len(self.arms) * self.repeats
 
 
+FIRST_CONVERSATIONS = 8
+"""The fewest after which the any-time-valid test can convict (each can at most double the evidence)."""
+
+
 class Cell:
     """One block of conversations on one build."""
 
@@ -57,14 +63,27 @@ class Cell:
 
 
 def cells(plan: ReplayPlan) -> list[Cell]:
-    """All cells in the order they are taken."""
-    found = []
+    """All cells in the order they are taken.
+
+    The builds of `plan.first` go ahead through the first `FIRST_CONVERSATIONS`: base and positive control, so that a
+    suite that cannot see a loss is known within minutes.
+    """
     order, size, builds = plan.conversation_order, plan.block_size, plan.build_ids
-    for number, start in enumerate(range(0, len(order), size)):
+    blocks = [order[start : start + size] for start in range(0, len(order), size)]
+    n_first = -(-FIRST_CONVERSATIONS // size) if plan.first else 0
+    ahead = [
+        Cell(number, build_id, block)
+        for number, block in enumerate(blocks[:n_first])
+        for build_id in builds
+        if build_id in plan.first
+    ]
+    rest = []
+    for number, block in enumerate(blocks):
         turn = number % len(builds)
         for build_id in builds[turn:] + builds[:turn]:
-            found.append(Cell(number, build_id, order[start : start + size]))
-    return found
+            if number >= n_first or build_id not in plan.first:
+                rest.append(Cell(number, build_id, block))
+    return ahead + rest
 
 
 @dataclass(frozen=True, kw_only=True)
