@@ -28,10 +28,12 @@ from longrecall.results.panels import (
     comparison_table,
     curve_table,
     heat_maps,
+    length_table,
     missing_table,
     order_table,
     outcome_rows,
     provenance,
+    shift_table,
 )
 from longrecall.results.schema import Campaign, Report
 from longrecall.results.words import (
@@ -240,7 +242,7 @@ def verdict_rows(data: RunData) -> list[dict[str, Any]]:
                 "patch": v.patch,
                 "anchor": anchor(v.patch),
                 "title": title,
-                "reason": v.reason,
+                "reason": v.reason[:1].upper() + v.reason[1:],
                 "tone": charts.VERDICT_TONE[v.verdict],
                 "verdict": VERDICT_WORDS[v.verdict],
                 "expected": expected,
@@ -278,7 +280,9 @@ def context(data: RunData) -> dict[str, Any]:
             "what": CONTROL_WORDS.get(name, (name, ""))[1],
             "passed": control.passed,
             "absent": control.build is None,
-            "detail": (f"{control.build}: " if control.build else "") + control.detail,
+            "detail": control.detail
+            if not control.build or control.build in control.detail
+            else f"{control.build}: {control.detail}",
         }
         for name, control in report.controls.items()
     ]
@@ -350,6 +354,8 @@ def context(data: RunData) -> dict[str, Any]:
         "forest": Markup(found.get("differences", "")),
         "curve_table": curve_table(report.curves),
         "comparison_table": comparison_table(report.comparisons),
+        "length_table": length_table(report),
+        "shift_table": shift_table(report),
         "maps": heat_maps(report, data.scores),
         "outcome_names": names,
         "outcome_rows": rows,

@@ -236,6 +236,71 @@ def curve_table(curves: Sequence[CurvePoint]) -> Table:
     )
 
 
+def length_table(report: Report) -> Table:
+    """L50 and the length at a threshold of every build; "beyond" where it lies outside the rungs."""
+
+    def length(tokens: float | None, beyond: str | None) -> str:
+        return f"{tokens:,.0f}" if tokens is not None else f"{beyond} than asked" if beyond else "–"
+
+    def span(low: float | None, high: float | None) -> str:
+        return f"[{low:,.0f}, {high:,.0f}]" if low is not None and high is not None else "–"
+
+    rows = [
+        [
+            f.build,
+            length(f.l50_tokens, f.l50_beyond),
+            span(f.l50_ci_low, f.l50_ci_high),
+            f"{f.threshold * 100:.1f}",
+            length(f.threshold_tokens, f.threshold_beyond),
+            span(f.threshold_ci_low, f.threshold_ci_high),
+            f"{f.octaves:+.2f}".replace("-", "−") if f.octaves is not None else "–",
+        ]
+        for f in report.length_fits
+    ]
+    heads = [
+        "Build",
+        "L50, tokens",
+        "95 % interval",
+        "Threshold, %",
+        "Length there",
+        "95 % interval",
+        "Octaves to base",
+    ]
+    return Table(heads, rows, frozenset(range(1, 7)))
+
+
+def shift_table(report: Report) -> Table:
+    """How much less likely the right answer became, and how many replies changed: secondary, never a verdict."""
+    shifts = {(s.candidate, s.rung): s for s in report.logprob_shifts}
+    rows = []
+    for f in report.flips:
+        s = shifts.get((f.candidate, f.rung))
+        moved = f"{s.shift_nats:+.3f} [{s.ci_low:+.3f}, {s.ci_high:+.3f}]".replace("-", "−") if s else "not measured"
+        rows.append(
+            [
+                f.candidate,
+                f"{f.rung:,}",
+                f"{f.lost:,}",
+                f"{f.gained:,}",
+                f"{f.n_identical:,} of {f.n_probes:,}",
+                p_text(f.p_more_flips),
+                moved,
+                p_text(s.p_lower) if s else "–",
+            ]
+        )
+    heads = [
+        "Build",
+        "Length",
+        "lost",
+        "gained",
+        "same outcome",
+        "p, more flips than A/A",
+        "log P(gold), nats",
+        "p, lower",
+    ]
+    return Table(heads, rows, frozenset(range(1, 8)))
+
+
 def missing_table(report: Report) -> Table:
     """Planned, asked and missing replies per build."""
     names = sorted({name for m in report.missing for name in m.by_outcome})
