@@ -159,6 +159,14 @@ def write_reports(run_dir: Path) -> Report:
     return report
 
 
+def export_logs(run_dir: Path, folder: Path) -> list[Path]:
+    """Write the run as Inspect AI logs, one per build."""
+    from longrecall.results.inspect_export import export_inspect
+
+    run = _Run(run_dir)
+    return export_inspect(folder, run.campaign, run.conversations, run.replays, run.scores)
+
+
 def summary_line(run_dir: Path, report: Report) -> dict[str, Any]:
     """The compact document that commands print as their last line."""
     return {

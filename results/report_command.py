@@ -65,19 +65,22 @@ def print_summary(report: "Report", console: "Console") -> None:
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Run folder, results/runs/<run_id>.")],
     png: Annotated[bool, typer.Option("--png", help="Also write charts/*.png.")] = False,
+    inspect: Annotated[Path | None, typer.Option(help="Also write Inspect AI logs (.eval) to this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the JSON line only.")] = False,
 ) -> None:
     """Write report.json, report.md and report.html of a stored run again, from its replies."""
     from rich.console import Console
 
     from longrecall.results import charts, run_folder
-    from longrecall.results.report import summary_line, write_reports
+    from longrecall.results.report import export_logs, summary_line, write_reports
 
     try:
         made = write_reports(run_dir)
         if png:
             for path in sorted((run_dir / run_folder.CHARTS).glob("*.svg")):
                 run_folder.write_bytes(path.with_suffix(".png"), charts.png(path.read_text(encoding="utf-8")))
+        if inspect:
+            export_logs(run_dir, inspect)
     except ValueError as error:
         raise fail(error) from error
     if not quiet:

@@ -385,6 +385,10 @@ class Chromium:
 
     def open(self, path: Path, *, dark: bool = False, width: int = 1280, height: int = 900) -> Page:
         """A new tab with the file loaded; scripts, fonts and layout have settled."""
+        return self.open_url(path.absolute().as_uri(), dark=dark, width=width, height=height)
+
+    def open_url(self, url: str, *, dark: bool = False, width: int = 1280, height: int = 900) -> Page:
+        """As `open`, for any address."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
@@ -393,7 +397,7 @@ class Chromium:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         page.call("Emulation.setEmulatedMedia", features=scheme)
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        page.call("Page.navigate", url=path.absolute().as_uri())
+        page.call("Page.navigate", url=url)
         loaded = "document.readyState === 'complete' ? done(1) : addEventListener('load', () => done(1))"
         page.js(f"new Promise(done => {loaded}).then(() => document.fonts.ready).then(() => 1)")
         return page
