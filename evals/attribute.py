@@ -35,7 +35,15 @@ AGAIN = "again"
 """Suffix of a second run of a patched build."""
 CONTRADICTION = math.log(0.01)
 LEAST_BASE_RECALL = 0.05
+LEAST_LOSS = 0.02
+"""A smaller loss leaves nothing to recover."""
 CERTAIN = 0.95
+
+
+def is_arm(build_id: str) -> bool:
+    """Whether a build is an intervention of attribution and not a patch under suspicion."""
+    _, dash, suffix = build_id.rpartition("--")
+    return bool(dash) and (suffix in ARMS or suffix == AGAIN)
 
 
 def observe(cells: Cells, baseline: str, patch: str, *, onset: int | None) -> list[Observation]:
@@ -89,9 +97,27 @@ def _recovered(cells: Cells, baseline: str, patch: str, suffix: str, onset: int 
     if not rows:
         return None
     loss = -float(np.nanmean(plain.d[rows]))
-    if loss < 0.02:  # nothing to recover
+    if loss < LEAST_LOSS:
         return None
     return np.asarray((there.d[rows].mean(axis=0) - plain.d[rows].mean(axis=0)) / loss)
+
+
+def observe_cache_arms(warm: Cells, cold: Cells, baseline: str, patch: str) -> Observation | None:
+    """What asking without prefix reuse takes away of the loss, from the warm and the cold arm of one run.
+
+    None when the two arms did not ask the same conversations, or when there is no loss in the warm arm to take away.
+    """
+    if warm.conversations != cold.conversations or not {baseline, patch} <= set(cold.builds):
+        return None
+    with_reuse, without = differences(warm, baseline, patch), differences(cold, baseline, patch)
+    rows = [i for i in range(len(warm.rungs)) if np.isfinite(with_reuse.d[i]).any() and np.isfinite(without.d[i]).any()]
+    if not rows:
+        return None
+    loss = -float(np.nanmean(with_reuse.d[rows]))
+    if loss < LEAST_LOSS:
+        return None
+    recovered = (without.d[rows].mean(axis=0) - with_reuse.d[rows].mean(axis=0)) / loss
+    return _observation(patch, "cache_off_recovers", recovered, "share of the warm arm's loss that the cold arm lacks")
 
 
 def _excess_flips(cells: Cells, baseline: str, patch: str, again: str) -> Floats | None:

@@ -4,19 +4,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from longrecall.evals.attribute import AGAIN, ARMS, attribute, load_observations, observe
-from longrecall.evals.cells import make_cells
+from longrecall.evals.attribute import (
+    attribute,
+    is_arm,
+    load_observations,
+    observe,
+    observe_cache_arms,
+)
+from longrecall.evals.cells import Cells, make_cells
 from longrecall.evals.next_arm import unavailable
 from longrecall.evals.schema import Attribution, Observation
 from longrecall.evals.scores_file import ScoresError
 from longrecall.evals.stored_run import StoredRun, load_run
 from longrecall.evals.verdict import judge
-
-
-def is_arm(build_id: str) -> bool:
-    """Whether a build is an intervention of attribution and not a patch under suspicion."""
-    _, dash, suffix = build_id.rpartition("--")
-    return bool(dash) and (suffix in ARMS or suffix == AGAIN)
 
 
 def attribute_runs(
@@ -44,17 +44,17 @@ def attribute_runs(
         if c.p_loss_holm is not None and c.p_loss_holm <= first.config.alpha and c.delta_recall is not None
     }
     wanted = [patch] if patch is not None else sorted((p for p in losing if p in known), key=lambda p: losing[p])
-    cells = make_cells(first.scores, builds=[b.build_id for b in first.builds], rungs=first.rungs, order=first.order)
+    cells = _cells(first)
+    cold = _cells(first, "cold") if {"warm", "cold"} <= set(first.scores["arm"].unique().to_pylist()) else None
     out_of_reach = unavailable(_engine(first.path))
     made = []
     for name in wanted:
         extra = [o for o in more if o.patch == name]
         for run in runs[1:]:
             if name in [b.build_id for b in run.builds]:
-                there = make_cells(
-                    run.scores, builds=[b.build_id for b in run.builds], rungs=run.rungs, order=run.order
-                )
-                extra += observe(there, _base(run), name, onset=run.onset_tokens)
+                extra += observe(_cells(run), _base(run), name, onset=run.onset_tokens)
+        if cold is not None and (reuse := observe_cache_arms(cells, cold, base, name)) is not None:
+            extra.append(reuse)
         own = {o.feature: o for o in observe(cells, base, name, onset=first.onset_tokens)}
         better = _most_exact([o for o in extra if o.feature not in own or o.stderr < own[o.feature].stderr])
         replaced = {o.feature for o in better}
@@ -70,6 +70,10 @@ def attribute_runs(
             )
         )
     return tuple(made)
+
+
+def _cells(run: StoredRun, arm: str | None = None) -> Cells:
+    return make_cells(run.scores, builds=[b.build_id for b in run.builds], rungs=run.rungs, order=run.order, arm=arm)
 
 
 def _most_exact(observations: Sequence[Observation]) -> list[Observation]:

@@ -292,3 +292,5 @@ class Judgement:
     length_fits: tuple[LengthFit, ...] = ()
     logprob_shifts: tuple[LogprobShift, ...] = ()
     flips: tuple[Flips, ...] = ()
+    attributions: tuple[Attribution, ...] = ()
+    """Of the patches that lose recall, where the onset of top-k selection is known."""

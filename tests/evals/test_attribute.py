@@ -1,8 +1,10 @@
 """Attribution: faults with a known signature are named, rivals ruled out, and the next arm is one that separates."""
 
+import dataclasses
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -14,12 +16,13 @@ from longrecall.evals.attribute import (
     load_observations,
     next_arm,
     observe,
+    observe_cache_arms,
 )
 from longrecall.evals.calibration import attribution_table
 from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, level_log_density
 from longrecall.evals.cells import make_cells
 from longrecall.evals.schema import Observation
-from longrecall.evals.scores_file import ScoresError, write_scores
+from longrecall.evals.scores_file import ScoresError, read_scores_table, write_scores
 from longrecall.evals.simulate import QUIET, cells_of, draw_builds, scores_of
 from longrecall.results.main import build_app
 from longrecall.runners.patchset import load_patchset
@@ -304,3 +307,27 @@ def test_arms_are_not_themselves_suspects(tmp_path):
         scores_of(replies(FAULTS), builds=["base", *FAULTS], rungs=RUNGS), builds=["base", *FAULTS], rungs=RUNGS
     )
     assert observe(table, "base", "rotation", onset=512)
+
+
+def test_loss_that_is_gone_in_the_cold_arm_is_cache_reuse():
+    lost = {"leak": (0.2, 0.6, 0.8)}
+    warm, cold = cells(lost), cells({"leak": (0.0, 0.0, 0.0)}, seed=1)
+    found = observe_cache_arms(warm, cold, "base", "leak")
+    assert found.estimate == pytest.approx(1.0, abs=0.15) and found.feature == "cache_off_recovers"
+    fits = attribute(warm, "base", "leak", onset=512, more=[dataclasses.replace(found, patch="leak")]).causes
+    assert family_probabilities(fits)["cache/transfer"] == max(family_probabilities(fits).values())
+    same = observe_cache_arms(warm, warm, "base", "leak")
+    assert abs(same.estimate) < 0.05
+    assert observe_cache_arms(warm, cells(lost, conversations=10), "base", "leak") is None
+    assert observe_cache_arms(cold, warm, "base", "leak") is None  # no loss with reuse
+
+
+def test_command_reads_the_cold_arm_of_the_same_run(tmp_path):
+    run = store(tmp_path / "a", {"leak": (0.2, 0.6, 0.8)})
+    warm = read_scores_table(run / "scores.parquet")
+    cold = scores_of(replies({"leak": (0.0, 0.0, 0.0)}, seed=1), builds=["base", "leak"], rungs=RUNGS, run_id="a")
+    cold = cold.set_column(cold.column_names.index("arm"), "arm", [["cold"] * cold.num_rows])
+    write_scores(pa.concat_tables([warm, cold.cast(warm.schema)]), run / "scores.parquet")
+    (found,) = json.loads(run_command("attribute", str(run), "--json").stdout)
+    assert "cache_off_recovers" in {o["feature"] for o in found["observations"]}
+    assert found["causes"][0]["family"] == "cache/transfer"
