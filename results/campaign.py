@@ -55,6 +55,7 @@ from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unan
 from longrecall.runners.schema import Build, PatchSet
 
 DEFAULT_MARGIN = 0.10
+_STALE_S = 3600.0
 STOP = ("\n",)
 
 
@@ -316,7 +317,9 @@ def open_run(plan: Plan, note: Callable[[str], None]) -> tuple[Path, Campaign]:
     run_dir = options.run_dir or options.runs_dir / plan.campaign.run_id
     campaign = replace(plan.campaign, run_id=run_dir.name)
     made = run_dir.with_name(f".{run_dir.name}.tmp")
-    shutil.rmtree(made, ignore_errors=True)
+    for stale in run_dir.parent.glob(".*.tmp"):
+        if time.time() - stale.stat().st_mtime > _STALE_S:  # left by a process that was killed while making it
+            shutil.rmtree(stale, ignore_errors=True)
     try:
         made.mkdir(parents=True)
         write_parquet(plan.conversations, made / run_folder.CONVERSATIONS)

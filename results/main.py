@@ -48,6 +48,7 @@ BENCHES: dict[str, Command] = {
     "moe": Command("longrecall.kernels.moe.bench:bench", "Mixture of experts."),
     "verdict": Command("longrecall.evals.bench:bench", "Verdicts on a large campaign."),
     "history": Command("longrecall.results.bench:bench", "Run store."),
+    "client": Command("longrecall.runners.bench:bench", "Processor time of the replay client per request."),
     "reference": Command("longrecall.runners.reference.bench:bench", "Prefill and decode of the reference build."),
 }
 
