@@ -145,17 +145,20 @@ def text(x: float, y: float, words: str, style: str = "small", anchor: str = "st
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Label heights as near as possible to `wanted`, at least `gap` apart, inside [low, high] where they fit."""
+    """Label heights nearest to `wanted` in least squares that keep `gap` between neighbours, inside [low, high]."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    placed = [wanted[i] for i in order]
-    for _ in range(2):
-        for i in range(len(placed)):
-            placed[i] = max(placed[i], low if i == 0 else placed[i - 1] + gap)
-        for i in reversed(range(len(placed))):
-            placed[i] = min(placed[i], high if i == len(placed) - 1 else placed[i + 1] - gap)
+    blocks: list[tuple[float, int]] = []  # (mean of wanted minus the room used so far, number of labels)
+    for place, i in enumerate(order):
+        mean, count = wanted[i] - place * gap, 1
+        while blocks and blocks[-1][0] > mean:  # pool adjacent violators
+            other, n = blocks.pop()
+            mean, count = (mean * count + other * n) / (count + n), count + n
+        blocks.append((mean, count))
+    placed = [mean for mean, count in blocks for _ in range(count)]
+    room = high - low - (len(order) - 1) * gap
     result = [0.0] * len(wanted)
-    for place, i in zip(placed, order, strict=True):
-        result[i] = place
+    for place, i in enumerate(order):
+        result[i] = min(max(placed[place], low), low + max(room, 0.0)) + place * gap
     return result
 
 
