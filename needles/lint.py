@@ -50,8 +50,8 @@ class Baselines:
     abstentions: int = 0
     last_value: int = 0
     """Prompts whose answer is the last value stated before the branch."""
-    frequent_value: int = 0
-    """Prompts whose answer is the one value that this conversation's history states most often."""
+    frequent_value: float = 0.0
+    """Prompts right in expectation by naming a value that the history states most often (ties broken by chance)."""
     golds: Counter[str] = field(default_factory=Counter)
 
     def add(self, conversation: Conversation) -> None:
@@ -59,9 +59,11 @@ class Baselines:
         probes = {probe.probe_id: probe for probe in conversation.probes}
         stated = sorted((fact for fact in conversation.facts if fact.value), key=lambda fact: fact.turn_index)
         mentions = [(turn.turn_index, set(turn.fact_ids)) for turn in conversation.turns if turn.fact_ids]
-        ends: dict[int, tuple[str | None, str | None]] = {}
+        ends: dict[int, tuple[str | None, list[str]]] = {}
         for ask in conversation.asks:
-            probe = probes[ask.probe_id]
+            probe = probes.get(ask.probe_id)
+            if probe is None:
+                continue
             self.prompts += 1
             if not probe.gold:
                 self.abstentions += 1
@@ -71,14 +73,11 @@ class Baselines:
             if ask.turn_end not in ends:
                 before = [fact for fact in stated if fact.turn_index < ask.turn_end]
                 times = Counter(key for turn, keys in mentions if turn < ask.turn_end for key in keys)
-                most = [fact for fact in before if times[fact.fact_id] == max(times.values())]
-                ends[ask.turn_end] = (
-                    before[-1].value if before else None,
-                    most[0].value if len(most) == 1 else None,
-                )
+                most = [fact.value for fact in before if times[fact.fact_id] == max(times.values())]
+                ends[ask.turn_end] = (before[-1].value if before else None, most)
             last, frequent = ends[ask.turn_end]
             self.last_value += last == probe.gold
-            self.frequent_value += frequent == probe.gold
+            self.frequent_value += (probe.gold in frequent) / max(1, len(frequent))
 
     @property
     def answerable(self) -> int:
@@ -100,11 +99,6 @@ class Baselines:
         if self.answerable >= _FEW:
             if self.last_value / self.answerable > MAX_BASELINE:
                 add("last-value", f"the last value stated is right on {self.last_value} of {self.answerable} prompts")
-            if self.frequent_value / self.answerable > MAX_BASELINE:
-                add(
-                    "frequent-value",
-                    f"the value stated most often is right on {self.frequent_value} of {self.answerable} prompts",
-                )
         if self.prompts >= _FEW and self.abstentions / self.prompts > MAX_ABSTENTIONS:
             add("not-mentioned", f'"not mentioned" is right on {self.abstentions} of {self.prompts} prompts')
         return found
@@ -218,6 +212,10 @@ class _Check:
                 self.add("turns", None, f"turns {before.turn_index} and {turn.turn_index} are both of {turn.role}")
             if not turn.content.strip():
                 self.add("turns", None, f"turn {turn.turn_index} is empty")
+            if self.ruler is not None:
+                for text in self.ruler.special_strings:
+                    if text in turn.content:
+                        self.add("control-token", None, f"turn {turn.turn_index} holds the control token {text!r}")
 
     def _stated(self, fact: Fact) -> None:
         turns = self.conversation.turns

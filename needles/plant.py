@@ -51,7 +51,7 @@ _MEASURED_SLACK = 12
 """The same for rulers whose sums are estimates."""
 _ESTIMATE_MARGIN = 4
 """Tokens by which the estimated size of a fact's turns may be too small."""
-_ENCODE_WHOLE_TOKENS = 12_000
+_ENCODE_WHOLE_TOKENS = 5_000
 """So many tokens of each conversation's prompts are encoded whole and compared."""
 _WINDOW_CHARACTERS = 6_000
 """And a window of so many characters of what is longer."""

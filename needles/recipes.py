@@ -239,6 +239,9 @@ def load_recipe(path: str | Path) -> Recipe:
     return loaded
 
 
+_TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "a whole number", str: "a text in quotes"}
+
+
 def _checked(kind: type, values: Mapping[str, Any], where: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(values) - set(known)):
@@ -248,11 +251,9 @@ def _checked(kind: type, values: Mapping[str, Any], where: str) -> Any:
             if field.default is dataclasses.MISSING:
                 raise RecipeError(f"{where}: the key {name!r} is missing")
             continue
-        # bool is an int to Python, and a TOML integer is fine where a float is wanted: compare plain scalars only
-        default, value = field.default, values[name]
-        for scalar in (bool, int, str):
-            if type(default) is scalar and type(value) is not scalar:
-                raise RecipeError(f"{where}: {name} = {value!r} is not possible; a {scalar.__name__} is right")
+        value = values[name]
+        if field.type in (bool, int, str) and type(value) is not field.type:  # True is an int to isinstance
+            raise RecipeError(f"{where}: {name} = {value!r} is not possible; {_TYPE_NAMES[field.type]} is right")
     return kind(**values)
 
 

@@ -1,0 +1,118 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from longrecall.needles.cli import app
+from longrecall.needles.dataset import SetError, read_parquet, stored_hash, suite_hash, write_parquet
+from longrecall.needles.plant import make_conversations
+from longrecall.needles.recipes import recipe
+from longrecall.needles.render import Ruler
+
+run = CliRunner()
+
+
+def made(folder: Path, tekken_folder: Path, *extra: str) -> dict:  # type: ignore[type-arg]
+    arguments = ["make", "--out", str(folder), "--recipe", "keys", "--rungs", "700,1100", "--count", "3"]
+    result = run.invoke(app, [*arguments, "--tokenizer", str(tekken_folder), *extra])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_make_lint_show_and_stats(tmp_path: Path, tekken_folder: Path) -> None:
+    document = made(tmp_path / "set", tekken_folder, "--concat")
+    assert document["conversations"] == 3 and document["problems"] == 0
+    stored = json.loads((tmp_path / "set" / "set.json").read_text())
+    assert stored["suite_hash"] == document["suite_hash"] and stored["rungs"] == [700, 1100]
+    for folder in ("set", "set/concat"):
+        checked = run.invoke(app, ["lint", str(tmp_path / folder), "--tokenizer", str(tekken_folder)])
+        assert checked.exit_code == 0 and "3 conversations, 0 problems (lengths checked)" in checked.output
+    shown = run.invoke(app, ["show", str(tmp_path / "set"), "--conversation", "2", "--rung", "1100"])
+    assert shown.exit_code == 0 and "keys-00002" in shown.output
+    counted = run.invoke(app, ["stats", str(tmp_path / "set"), "--json"])
+    cells = json.loads(counted.stdout)["cells"]
+    assert [(cell["kind"], cell["rung"], cell["prompts"]) for cell in cells] == [("keys", 700, 24), ("keys", 1100, 24)]
+    assert "24" in run.invoke(app, ["stats", str(tmp_path / "set")]).output
+
+
+def test_residues_are_asked(tmp_path: Path, tekken_folder: Path) -> None:
+    made(tmp_path / "set", tekken_folder, "--residues", "0,1,2,3/4")
+    rungs = json.loads((tmp_path / "set" / "set.json").read_text())["rungs"]
+    assert rungs == [697, 698, 699, 700, 1097, 1098, 1099, 1100]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "nedles"], "unknown recipe 'nedles'"),
+        (["--rungs", "ten"], "--rungs 'ten' is not a list of whole numbers"),
+        (["--rungs", "10"], "need at least"),
+        (["--residues", "1,2"], "names no modulus"),
+        (["--template-args", "[1]"], "is not a JSON object"),
+        (["--template", "missing.jinja"], "missing.jinja"),
+        (["--tokenizer", "missing"], "missing/tokenizer"),
+    ],
+)
+def test_wrong_arguments_exit_2_with_one_message_and_leave_nothing(
+    arguments: list[str], message: str, tmp_path: Path, tekken_folder: Path
+) -> None:
+    base = ["make", "--out", str(tmp_path / "set"), "--recipe", "keys", "--tokenizer", str(tekken_folder)]
+    result = run.invoke(app, [*base, *arguments])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("longrecall: error: ") and message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.parquet*"))
+
+
+def test_a_set_is_not_replaced_unasked(tmp_path: Path, tekken_folder: Path) -> None:
+    first = made(tmp_path / "set", tekken_folder)
+    base = ["make", "--out", str(tmp_path / "set"), "--recipe", "keys", "--tokenizer", str(tekken_folder)]
+    refused = run.invoke(app, [*base, "--rungs", "900", "--count", "1"])
+    assert refused.exit_code == 2 and "--overwrite" in refused.stderr
+    assert made(tmp_path / "set", tekken_folder, "--overwrite", "--seed", "1") != first
+
+
+def test_changed_content_is_found(tmp_path: Path, tekken: Ruler) -> None:
+    made_now = list(make_conversations(recipe("keys"), ruler=tekken, rungs=[700], count=2, seed=0))
+    path = tmp_path / "set.parquet"
+    written = write_parquet(made_now, path)
+    assert written.suite_hash == stored_hash(path) == suite_hash(read_parquet(path))
+    table = pq.read_table(path)
+    ids = pa.array([f"{value}x" for value in table["conversation_id"].to_pylist()])
+    changed = table.set_column(table.schema.get_field_index("conversation_id"), "conversation_id", ids)
+    pq.write_table(changed.replace_schema_metadata({"longrecall.suite_hash": written.suite_hash}), path)
+    assert stored_hash(path) == written.suite_hash
+    result = run.invoke(app, ["lint", str(path)])
+    assert result.exit_code == 3 and "content-hash" in result.output
+
+
+def test_broken_sets_are_named(tmp_path: Path) -> None:
+    for content, message in ((None, "there is no set"), (b"PAR1", "not a readable Parquet file")):
+        path = tmp_path / "set.parquet"
+        if content is not None:
+            path.write_bytes(content)
+        result = run.invoke(app, ["stats", str(path)])
+        assert result.exit_code == 2 and message in result.stderr and "set.parquet" in result.stderr
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(SetError, match="no column 'schema_version'"):
+        read_parquet(tmp_path / "other.parquet")
+
+
+def test_failed_write_leaves_the_old_set(tmp_path: Path, tekken: Ruler) -> None:
+    made_now = list(make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=2, seed=0))
+    path = tmp_path / "set.parquet"
+    write_parquet(made_now, path)
+
+    def failing():  # type: ignore[no-untyped-def]
+        yield made_now[0]
+        raise RuntimeError("stopped half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        write_parquet(failing(), path)
+    assert read_parquet(path) == made_now
+    assert [entry.name for entry in tmp_path.iterdir()] == ["set.parquet"]
+    assert write_parquet([], tmp_path / "empty.parquet").conversations == 0
+    assert read_parquet(tmp_path / "empty.parquet") == []
