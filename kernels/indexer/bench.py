@@ -5,9 +5,9 @@
     longrecall bench indexer --shapes 4096x128K,1x1M
 
 Every case is checked against the plain reference first, peers too; a wrong result stops the run. Before each timed call
-the L2 cache is overwritten. Few queries are replayed from a CUDA graph, so that launches cost what they cost a server.
-Times are microseconds, p20/p50/p80. The last line on standard output is one JSON document. Peers that are not
-installed (deep_gemm, flashinfer) are left out and named.
+the L2 cache is overwritten. On a GPU the calls, peers' too, are replayed from a CUDA graph: times are the device's, not
+those of the Python that launches. Times are microseconds, p20/p50/p80. The last line on standard output is one JSON
+document. Peers that are not installed (deep_gemm, flashinfer) are left out and named.
 """
 
 import json
@@ -131,28 +131,24 @@ def time_cpu(call: Callable[[], object], *, seconds: float = 2.0) -> tuple[float
     return _quantiles(times)
 
 
-def time_gpu(call: Callable[[], object], *, repeats: int, graph: bool) -> tuple[float, float, float]:
-    """Device time of single calls between events, L2 overwritten before each."""
+def time_gpu(call: Callable[[], object], *, repeats: int) -> tuple[float, float, float]:
+    """Device time of replays of one captured call between events, L2 overwritten before each."""
     import torch
 
-    call()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
     torch.cuda.synchronize()
-    if graph:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            call()
-        call = captured.replay
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call()
     flush = torch.empty(64 << 20, device="cuda")
     times = []
     for _ in range(repeats):
         flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        call()
+        captured.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
@@ -270,6 +266,7 @@ def _torch_score_select(case: Case) -> Callable[[], "Tensor"]:
     if not isinstance(case.keys, Packed):
         keys = case.keys
     elif case.shape.distinct:
+        assert case.keys.scale is not None
         parts = zip(case.keys.data, case.keys.scale, strict=True)
         keys = torch.stack([dequantize(Packed(fmt="fp8", data=d, scale=s)).to(wide) for d, s in parts])
     else:
@@ -336,11 +333,7 @@ def score_rows(shapes: list[Shape], dtypes: list[str], device: str) -> Iterator[
                     continue
                 found = case.check(provider, call(), tolerance if provider == "longrecall" else 0.06)
                 small = shape.rows * shape.keys <= 1 << 23
-                quantiles = (
-                    time_cpu(call)
-                    if device == "cpu"
-                    else time_gpu(call, repeats=30 if small else 6, graph=small and provider == "longrecall")
-                )
+                quantiles = time_cpu(call) if device == "cpu" else time_gpu(call, repeats=30 if small else 8)
                 yield _row("score+select", provider, shape, dtype, quantiles, _extra_mb(call, device), found)
 
 
@@ -392,7 +385,7 @@ def select_rows(shapes: list[Shape], device: str) -> Iterator[Row]:
             quantiles = (
                 time_cpu(call)
                 if device == "cpu"
-                else time_gpu(call, repeats=30, graph=provider == "longrecall")
+                else time_gpu(call, repeats=30)
             )  # fmt: skip
             yield _row("select", provider, shape, "fp32", quantiles, _extra_mb(call, device), found)
         del scores

@@ -35,6 +35,17 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def _start(PDL: tl.constexpr):
+    """Programmatic launch: wait for the kernel before, then let the next one's programs come and wait in their turn.
+
+    Few queries take microseconds a kernel, and a plain launch costs as much again.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _sortable(x):
     """fp32 → uint32 in the same order; -0.0 just below 0.0 (callers add 0.0 first)."""
     bits = x.to(tl.int32, bitcast=True)
@@ -131,12 +142,13 @@ def _collect_kernel(
     dense_values_ptr, dense_index_ptr, count_ptr, T, S, tasks, splits,
     H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     DENSE: tl.constexpr, DISTINCT: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tasks = blocks of GROUPS * BQ queries x splits of the keys.
 
     GROUPS = 2 runs two products on each key tile, so that half the accumulator registers are live at a time.
     """
+    _start(PDL)
     STEP: tl.constexpr = BK * BQ
     N: tl.constexpr = BQ * H
     pid = tl.program_id(0).to(tl.int64)
@@ -205,9 +217,10 @@ def _collect_kernel(
 def _sample_kernel(
     q_ptr, k_ptr, scale_ptr, w_ptr, visible_ptr, out_ptr, T, S,
     H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, SAMPLE: tl.constexpr, PART: tl.constexpr,
-    DISTINCT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    DISTINCT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of BQ queries, SAMPLE / PART). Scores of keys spread over what the block's shortest query sees."""
+    _start(PDL)
     row = tl.program_id(0) * BQ
     rows = row + tl.arange(0, BQ)
     visible = tl.minimum(tl.load(visible_ptr + rows, mask=rows < T, other=1 << 30), S)
@@ -241,8 +254,11 @@ def _sample_rank(visible, K, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, count_ptr, K, ALL, SAMPLE: tl.constexpr):
+def _threshold_kernel(
+    sample_ptr, visible_ptr, threshold_ptr, count_ptr, K, ALL, SAMPLE: tl.constexpr, PDL: tl.constexpr
+):
     """Grid: T. A row that sees at most ALL keys keeps them all. Also zeroes the row's count, which saves a launch."""
+    _start(PDL)
     row = tl.program_id(0)
     tl.store(count_ptr + row, 0)
     visible = tl.load(visible_ptr + row)
@@ -258,8 +274,11 @@ def _threshold_kernel(sample_ptr, visible_ptr, threshold_ptr, count_ptr, K, ALL,
 
 
 @triton.jit
-def _row_threshold_kernel(scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, K, ALL, SAMPLE: tl.constexpr):
+def _row_threshold_kernel(
+    scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, K, ALL, SAMPLE: tl.constexpr, PDL: tl.constexpr
+):
     """As `_threshold_kernel`, sampling given scores [T, S]."""
+    _start(PDL)
     row = tl.program_id(0)
     tl.store(count_ptr + row, 0)
     visible = tl.minimum(tl.load(visible_ptr + row), S)
@@ -298,8 +317,10 @@ def _append_four(
 def _stream_kernel(
     scores_ptr, visible_ptr, threshold_ptr, lists_values_ptr, lists_index_ptr, dense_values_ptr, dense_index_ptr,
     count_ptr, S, tasks, splits, BLOCK: tl.constexpr, CAP: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Collect from given scores. Grid: any number of programs over tasks = rows x splits."""
+    _start(PDL)
     STEP: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0).to(tl.int64)
     values_ptr = lists_values_ptr + pid * (STEP * CAP)
@@ -367,9 +388,10 @@ def _write_topk(
 @triton.jit
 def _select_kernel(
     dense_values_ptr, dense_index_ptr, count_ptr, visible_ptr, flag_ptr, out_ptr, K,
-    KP: tl.constexpr, DENSE: tl.constexpr, SORT: tl.constexpr,
+    KP: tl.constexpr, DENSE: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. Exact top-k of each row's buffer; flags the rows whose buffer cannot hold the answer."""
+    _start(PDL)
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
     visible = tl.load(visible_ptr + row)
@@ -388,9 +410,10 @@ def _select_kernel(
 def _select_lists_kernel(
     values_ptr, index_ptr, counts_ptr, visible_ptr, flag_ptr, out_ptr, K, splits,
     KP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, CAP: tl.constexpr, CAP_P: tl.constexpr, SLOTS: tl.constexpr,
-    SORT: tl.constexpr,
+    SORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. As `_select_kernel`, from the lists that `hopper.collect_kernel` leaves in place."""
+    _start(PDL)
     row = tl.program_id(0)
     visible = tl.load(visible_ptr + row)
     wanted = tl.minimum(K, visible)
@@ -414,8 +437,11 @@ def _select_lists_kernel(
 
 
 @triton.jit
-def _small_kernel(scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr):
+def _small_kernel(
+    scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr
+):
     """Grid: T. Top-k of rows of scores that fit one program."""
+    _start(PDL)
     row = tl.program_id(0)
     visible = tl.minimum(tl.load(visible_ptr + row), S)
     o = tl.arange(0, WIDTH)
@@ -445,9 +471,10 @@ def _exact_scores(
 def _repair_kernel(
     flag_ptr, q_ptr, k_ptr, scale_ptr, w_ptr, scores_ptr, visible_ptr, out_ptr, S, K,
     H: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, DISTINCT: tl.constexpr, SCALED: tl.constexpr,
-    GIVEN: tl.constexpr, PRECISION: tl.constexpr,
+    GIVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. Flagged rows: four radix passes of 8 bits find the k-th score, a fifth collects in index order."""
+    _start(PDL)
     row = tl.program_id(0)
     if tl.load(flag_ptr + row) != 0:
         visible = tl.minimum(tl.load(visible_ptr + row), S)
@@ -591,10 +618,20 @@ def has_hopper(device: torch.device) -> bool:
     return True
 
 
+def _programmatic(rows: int, device: torch.device) -> dict[str, bool]:
+    """Launch arguments of every kernel: programmatic where launches are a good part of the time."""
+    if rows > 256 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def choose_launch(q: Tensor, keys: Tensor) -> Launch:
     """By queries, heads and key width; measured on one H200 (docs/benchmarks/indexer.md)."""
     rows, heads, dim = q.shape
     wide = keys.element_size() > 1
+    if keys.dtype == torch.float32:
+        queries = 1 if keys.ndim == 3 else max(1, min(_power_of_2(rows), 64 // heads))
+        return Launch(queries=queries, groups=1, keys=64, warps=8, stages=2, per_sm=1, tma=False)
     if keys.ndim == 3 or rows == 1:
         return Launch(
             queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True
@@ -642,28 +679,32 @@ def topk_triton(
         triton.cdiv(rows, block), columns, k, width=launch.keys, slots=launch.per_sm * multiprocessors(device)
     )
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    extra = _programmatic(rows, device)
+    # fp32 products run on the ordinary units: half the tile on twice the warps keeps it in registers
+    full = q.dtype == torch.float32
     scale_arg = weights if scale is None else scale.contiguous()
     threshold, count = _row_state(rows, plan, device)
     if plan.sample:
         sample = torch.empty(rows, plan.sample, device=device)
-        wide = 1 if distinct else max(1, min(_power_of_2(rows), 128 // heads))
+        wide = 1 if distinct else max(1, min(_power_of_2(rows), (64 if full else 128) // heads))
         part = max(64, min(plan.sample, plan.sample * triton.cdiv(rows, wide) // (4 * multiprocessors(device))))
         part = min(_power_of_2(part), plan.sample)
         _sample_kernel[(triton.cdiv(rows, wide), plan.sample // part)](
             q, keys, scale_arg, weights, visible, sample, rows, columns, H=heads, D=dim, BQ=wide, BK=64,
             SAMPLE=plan.sample, PART=part, DISTINCT=distinct, SCALED=scale is not None, PRECISION=precision,
-            num_warps=4, num_stages=3,
+            num_warps=8 if full else 4, num_stages=2 if full else 3, **extra,
         )  # fmt: skip
         _threshold_kernel[(rows,)](
             sample, visible, threshold, count, k, plan.keep_all, SAMPLE=plan.sample,
-            num_warps=_threshold_warps(rows, plan.sample),
+            num_warps=_threshold_warps(rows, plan.sample), **extra,
         )  # fmt: skip
     out = torch.empty(rows, k, device=device, dtype=torch.int32)
     flag = torch.empty(rows, device=device, dtype=torch.int32)
     repair = partial(
         _repair_kernel[(rows,)],
-        flag, q, keys, scale_arg, weights, threshold, visible, out, columns, k, H=heads, D=dim, BK=128,
-        DISTINCT=distinct, SCALED=scale is not None, GIVEN=False, PRECISION=precision, num_warps=4,
+        flag, q, keys, scale_arg, weights, threshold, visible, out, columns, k, H=heads, D=dim, BK=64 if full else 128,
+        DISTINCT=distinct, SCALED=scale is not None, GIVEN=False, PRECISION=precision, num_warps=8 if full else 4,
+        **extra,
     )  # fmt: skip
     if launch.hopper:
         _collect_hopper(q, keys, scale, weights, visible, threshold, flag, out, k, launch, plan)
@@ -682,7 +723,7 @@ def topk_triton(
         q, source, scale_arg, weights, visible, threshold, lists_values, lists_index, dense_values, dense_index, count,
         rows, columns, plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys,
         GROUPS=launch.groups, CAP=plan.cap, DENSE=plan.dense, DISTINCT=distinct, SCALED=scale is not None, TMA=tma,
-        STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages,
+        STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages, **extra,
     )  # fmt: skip
     # lists of one program arrive in a fixed order, those of several in any
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
@@ -723,6 +764,7 @@ def _collect_hopper(
         values, index, counts, visible, flag, out, k, plan.splits, KP=_power_of_2(k), BQ=launch.queries,
         BK=launch.keys, CAP=plan.cap, CAP_P=cap, SLOTS=slots, SORT=False,
         num_warps=max(4, slots // 2048) if rows > 256 else min(16, max(4, slots // 512)),
+        **_programmatic(rows, q.device),
     )  # fmt: skip
 
 
@@ -748,7 +790,7 @@ def _finish(
 ) -> None:
     _select_kernel[(out.shape[0],)](
         values, index, count, visible, flag, out, k, KP=_power_of_2(k), DENSE=dense, SORT=sort,
-        num_warps=4 if out.shape[0] > 256 else min(16, max(4, dense // 512)),
+        num_warps=4 if out.shape[0] > 256 else min(16, max(4, dense // 512)), **_programmatic(out.shape[0], out.device),
     )  # fmt: skip
 
 
@@ -770,6 +812,7 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
         visible = torch.full((rows,), columns, device=device, dtype=torch.int32)
     visible = visible.to(device=device, dtype=torch.int32)
     out = torch.empty(rows, k, device=device, dtype=torch.int32)
+    extra = _programmatic(rows, device)
     if columns <= 8192 and k <= columns:
         width = _power_of_2(columns)
         _small_kernel[(rows,)](
@@ -782,6 +825,7 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
             WIDTH=width,
             SORT=False,
             num_warps=min(16, max(4, width // 512)),
+            **extra,
         )
         return out
     step = STREAM_BLOCK // 4
@@ -790,7 +834,7 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
     if plan.sample:
         _row_threshold_kernel[(rows,)](
             scores, visible, threshold, count, columns, k, plan.keep_all, SAMPLE=plan.sample,
-            num_warps=_threshold_warps(rows, plan.sample),
+            num_warps=_threshold_warps(rows, plan.sample), **extra,
         )  # fmt: skip
     cap = 4 * triton.cdiv(plan.cap, 4)  # four keys of a block share a list
     dense_values = torch.empty(rows, plan.dense, device=device)
@@ -801,12 +845,12 @@ def select_triton(scores: Tensor, k: int, *, visible: Tensor | None = None) -> T
     _stream_kernel[(plan.programs,)](
         scores, visible, threshold, lists_values, lists_index, dense_values, dense_index, count, columns,
         plan.tasks, plan.splits, BLOCK=STREAM_BLOCK, CAP=cap, DENSE=plan.dense, STAGES=STREAM_STAGES,
-        num_warps=STREAM_WARPS,
+        num_warps=STREAM_WARPS, **extra,
     )  # fmt: skip
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
     _repair_kernel[(rows,)](
         flag, scores, scores, scores, scores, scores, visible, out, columns, k, H=1, D=16, BK=1024, DISTINCT=True,
-        SCALED=False, GIVEN=True, PRECISION="tf32", num_warps=8,
+        SCALED=False, GIVEN=True, PRECISION="tf32", num_warps=8, **extra,
     )  # fmt: skip
     return out
 

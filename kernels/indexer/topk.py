@@ -164,8 +164,8 @@ def index_topk(
 
     q [T, H, D], keys [S, D] (or [T, S, D]: each query its own), weights [T, H], visible [T] (query t sees keys
     s < visible[t]; None: all). Either may be `Packed`, the bytes of a cache: an fp8 query's scale is folded into the
-    weights (scale None: the caller did), the keys are never expanded as a whole. Returns int32 [T, k], -1 last; ascending on a CPU, on a GPU in an
-    order that has no meaning but is the same for the same inputs.
+    weights (scale None: the caller did), and keys are never expanded as a whole. Returns int32 [T, k], -1 last:
+    ascending on a CPU, on a GPU in an order without meaning that is the same for the same inputs.
 
     When no query sees more than k keys, no score is read. The scores are never stored as [T, S]. Runs on the device of
     q: blocked torch on a CPU, Triton on a GPU.
