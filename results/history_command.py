@@ -364,3 +364,29 @@ def query(
     out = csv.writer(sys.stdout)
     out.writerow([column[0] for column in answer.description])
     out.writerows(answer.fetchall())
+
+
+@app.command()
+@plain_errors
+def export(
+    entry: Annotated[list[str], typer.Argument(help="Ids, run ids (their base), or RUN:BUILD.")],
+    store: Store = DEFAULT_STORE,
+    rows: RowsAt = None,
+    mlflow: Annotated[str | None, typer.Option(help="MLflow tracking URI.")] = None,
+    experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "longrecall",
+    wandb: Annotated[str | None, typer.Option(help="Weights & Biases project.")] = None,
+) -> None:
+    """Copy entries to MLflow or Weights & Biases, recall with the context length as step."""
+    from longrecall.results.storage import HistoryError
+    from longrecall.results.trackers import to_mlflow, to_wandb
+
+    if not mlflow and not wandb:
+        raise HistoryError("say where to: --mlflow URI or --wandb PROJECT")
+    history = open_history(store, rows)
+    found = [history.find(wanted) for wanted in entry]
+    done = {}
+    if mlflow:
+        done["mlflow"] = to_mlflow(found, uri=mlflow, experiment=experiment)
+    if wandb:
+        done["wandb"] = to_wandb(found, project=wandb)
+    typer.echo(json.dumps(done))

@@ -522,3 +522,32 @@ def test_transcripts_are_kept_apart_and_readable(two_runs: tuple[Path, str, str]
     [packed] = (tmp_path / "h" / "transcripts").rglob("*.zst")
     with pa.CompressedInputStream(io.BytesIO(packed.read_bytes()), "zstd") as stream:
         assert stream.read() == (Path(run_dir) / "replays.jsonl").read_bytes()
+
+
+def test_mlflow_gets_recall_with_length_as_step(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    _, store, _ = two_runs
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    done = run("export", "good", "worse", "--store", store, "--mlflow", uri)
+    assert done.exit_code == 0, done.output
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("longrecall")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {r.data.tags["longrecall.run_id"] for r in runs} == {"good", "worse"}
+    assert [m.step for m in client.get_metric_history(runs[0].info.run_id, "recall")] == [448, 1024, 2048]
+
+
+def test_export_says_what_is_missing(two_runs: tuple[Path, str, str]) -> None:
+    _, store, _ = two_runs
+    done = run("export", "good", "--store", store)
+    assert done.exit_code == 2
+    assert "--mlflow URI or --wandb PROJECT" in done.output
+
+
+def test_probe_rows_open_as_a_dataset(two_runs: tuple[Path, str, str]) -> None:
+    datasets = pytest.importorskip("datasets")
+    _, store, _ = two_runs
+    files = [str(path) for path in Path(store).rglob("*_base_*.parquet")]
+    rows = datasets.Dataset.from_parquet(files, cache_dir=str(Path(store).parent / "cache"))
+    assert len(rows) == 2 * 30 * 8 * 3
+    assert {"conversation_id", "rung", "outcome"} <= set(rows.column_names)
