@@ -542,14 +542,8 @@ class Meter:
 
 def _bridging_characters(tokenizer: tokenizers.Tokenizer) -> set[str]:
     """Characters c for which some vocabulary entry holds "c" directly followed by a space, then anything or nothing."""
-    bridged = set()
-    for piece in tokenizer.get_vocab(with_added_tokens=True):
-        for space in ("\u2581", "\u0120", " "):
-            at = piece.find(space, 1)
-            while at > 0:
-                bridged.add(piece[at - 1])
-                at = piece.find(space, at + 1)
-    return bridged
+    pieces = "\n".join(tokenizer.get_vocab(with_added_tokens=True))
+    return {pair[0] for pair in re.findall("[^\n][\u2581\u0120 ]", pieces)}
 
 
 def _token_text(token: object) -> str | None:
