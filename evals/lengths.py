@@ -35,10 +35,13 @@ class Parameters(NamedTuple):
     lapse_logit: Floats
 
 
-def fit_logistic(x: Floats, recall: Floats, weight: Floats, *, iterations: int = 60) -> Parameters:
+def fit_logistic(
+    x: Floats, recall: Floats, weight: Floats, *, start: Parameters | None = None, iterations: int = 60
+) -> Parameters:
     """Maximum a posteriori fits of N curves at once by damped Fisher scoring.
 
-    x [R] log2 lengths; recall [N, R] shares; weight [N, R] numbers of replies behind them (0: no data).
+    x [R] log2 lengths; recall [N, R] shares; weight [N, R] numbers of replies behind them (0: no data). start: one
+    fit to begin all of them at, as for resamples of its data; None begins at two places and keeps the better end.
     """
     centre, reach = float(x.mean()), float(np.ptp(x)) / 2 + 2.0
     prior_mean = np.array([centre + reach / 2, PRIOR_LOG_S[0], PRIOR_LAPSE[0]])
@@ -52,8 +55,10 @@ def fit_logistic(x: Floats, recall: Floats, weight: Floats, *, iterations: int =
 
     best: Floats | None = None
     best_value = np.full(len(recall), -np.inf)
-    for start in (prior_mean, np.array([centre, 0.0, 0.0])):  # two starts: a plateau can look like a slope
-        theta = np.tile(start, (len(recall), 1))
+    # two places: a plateau can look like a slope
+    begin = [np.array([v[0] for v in start])] if start else [prior_mean, np.array([centre, 0.0, 0.0])]
+    for place in begin:
+        theta = np.tile(place, (len(recall), 1))
         value = objective(theta)
         damping = np.full(len(recall), 1e-2)
         for _ in range(iterations):
@@ -167,7 +172,15 @@ def _resample(x: Floats, means: Floats, probes: Floats, counts: Floats, threshol
     with np.errstate(invalid="ignore", divide="ignore"):
         recall = np.where(n > 0, counts @ np.where(seen, means, 0.0).T / n, 0.5)
         weight = np.where(n > 0, n * (probes / np.maximum(seen.sum(axis=1), 1)), 0.0)
-    fit = fit_logistic(x, recall, weight)
+    estimate = fit_logistic(x, recall[:1], weight[:1])
+    fit = Parameters(
+        *(
+            np.concatenate([one, rest])
+            for one, rest in zip(
+                estimate, fit_logistic(x, recall[1:], weight[1:], start=estimate, iterations=20), strict=True
+            )
+        )
+    )
     isotonic = isotonic_crossing(x, recall[0], weight[0], threshold)
     return _Resampled(l50=fit.mu, threshold=crossing(fit, threshold), isotonic=isotonic)
 
