@@ -47,7 +47,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _gguf_tensors(path: Path) -> dict[str, Tensor]:
+def gguf_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of the GGUF in fp32 (the embedding in bf16: it is 168 M numbers), in torch's [out, in] order."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -140,7 +140,7 @@ def unpaired(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def convert(raw: dict[str, Tensor], config: ReferenceConfig) -> dict[str, Tensor]:
-    """The tensors of model.safetensors from those of the GGUF (`_gguf_tensors`)."""
+    """The tensors of model.safetensors from those of the GGUF (`gguf_tensors`)."""
     generator = torch.Generator().manual_seed(config.seed)
     out: dict[str, Tensor] = {
         "model.embed_tokens.weight": raw["token_embd.weight"],
@@ -172,7 +172,7 @@ def _write(folder: Path, config: ReferenceConfig) -> None:
     from longrecall.runners.reference.tokenizer import write_tokenizer
 
     gguf = assemble(folder / "model.gguf")
-    save_file(convert(_gguf_tensors(gguf), config), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(convert(gguf_tensors(gguf), config), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(gguf, folder)
     gguf.unlink()
     (folder / "config.json").write_text(config.to_json(), encoding="utf-8")
