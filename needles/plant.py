@@ -237,6 +237,8 @@ class _Assembly:
                 event.tokens = self._event_tokens(event) + (0 if self.ruler.additive else _ESTIMATE_MARGIN)
         order = shuffled_places(rng, groups)
         queue = [groups[place].pop(0) for place in order]
+        if self.recipe.scope == "first" and (spare := next((e for e in queue if not e.probed), None)) is not None:
+            spare.where = "first"  # one distractor in the first rung at least: see below
         start = self._start_tokens()
         begins = [start, *ends[:-1]]
         rooms = [end - begin for begin, end in zip(begins, ends, strict=True)]
@@ -279,10 +281,13 @@ class _Assembly:
             wanted = [max(lowest, sum(target >= end for end in ends[:-1])) for target in targets]
             chosen = _fit(events, wanted, free) or _fit(events, [lowest] * len(events), free)
             if chosen is None:
-                missing = sum(event.tokens for event in events) - sum(max(0, room) for room in free[lowest:])
+                endless = [*free[:-1], sum(event.tokens for event in events)]
+                packed = _fit(events, [lowest] * len(events), endless)
+                assert packed is not None
+                last = sum(event.tokens for event, at in zip(events, packed, strict=True) if at == len(free) - 1)
                 raise PlantError(
                     f"rung {self.rungs[-1]} is too small for recipe {self.recipe.name!r}: its facts and distractors "
-                    f"need at least {self.rungs[-1] + max(missing, 1)} tokens there, or fewer rungs close together"
+                    f"need at least {self.rungs[-1] + last - free[-1]} tokens there, or fewer rungs close together"
                 )
             for event, segment in zip(events, chosen, strict=True):
                 where[id(event)] = segment
