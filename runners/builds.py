@@ -10,10 +10,12 @@ what may differ and returns everything that does and may not; a campaign with su
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longrecall.runners.diffs import DiffError, apply_diff
-from longrecall.runners.engines import ROOT, Engine, is_volatile
-from longrecall.runners.patchset import read_diffs
+from longrecall.runners.engines import SOURCE_SUFFIXES, Engine, is_volatile
+from longrecall.runners.patchset import read_diffs, read_source_patcher
 from longrecall.runners.schema import Build, Manifest, Patch, PatchSet
 
 BASE = "base"
 BASE_AGAIN = "base-again"
-SOURCE_SUFFIXES = frozenset({".py", ".json", ".toml", ".jinja", ".safetensors", ".txt"})
 _KEEP_TREES_S = 14 * 86400
 _PASSED_ENV = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LONGRECALL_CACHE",
@@ -78,20 +79,26 @@ def cache_dir() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longrecall"
 
 
-def source_files(root: Path, folders: Sequence[str]) -> Iterator[Path]:
+Suffixes = frozenset[str] | None
+"""Suffixes of the files that are source; None: every file."""
+SOURCE_PATCHER_ENV = "DUMPER_SOURCE_PATCHER_CONFIG"
+_BUILD_COMMAND_S = 3600.0
+
+
+def source_files(root: Path, folders: Sequence[str], suffixes: Suffixes = SOURCE_SUFFIXES) -> Iterator[Path]:
     """Code files below `root`'s folders, relative and sorted: what git would track, without asking git."""
     for folder in sorted(folders):
         for path in sorted((root / folder).rglob("*")):
             relative = path.relative_to(root)
             hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-            if path.is_file() and path.suffix in SOURCE_SUFFIXES and not hidden:
+            if not hidden and (suffixes is None or path.suffix in suffixes) and path.is_file():
                 yield relative
 
 
-def hash_tree(root: Path, folders: Sequence[str]) -> str:
+def hash_tree(root: Path, folders: Sequence[str], suffixes: Suffixes = SOURCE_SUFFIXES) -> str:
     """sha256 over the sorted (relative path, file bytes)."""
     digest = hashlib.sha256()
-    for relative in source_files(root, folders):
+    for relative in source_files(root, folders, suffixes):
         data = (root / relative).read_bytes()
         digest.update(f"{relative.as_posix()}\0{len(data)}\0".encode())
         digest.update(data)
@@ -118,17 +125,17 @@ def clean_store(store: Path) -> list[Path]:
     return removed
 
 
-def _finish_tree(temp: Path, store: Path, folders: Sequence[str]) -> tuple[Path, str]:
+def _finish_tree(temp: Path, store: Path, folders: Sequence[str], suffixes: Suffixes) -> tuple[Path, str]:
     """Give a made tree its links and its content-addressed name."""
     links = temp / ".ns" / "longrecall"
     links.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         (links / folder).symlink_to(Path("../..") / folder)
     (temp / ".ns" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    tree_hash = hash_tree(temp, folders)
+    tree_hash = hash_tree(temp, folders, suffixes)
     final = store / tree_hash[:16]
     if final.is_dir():
-        if hash_tree(final, folders) == tree_hash:
+        if hash_tree(final, folders, suffixes) == tree_hash:
             os.utime(final)
             shutil.rmtree(temp)
             return final, tree_hash
@@ -137,19 +144,21 @@ def _finish_tree(temp: Path, store: Path, folders: Sequence[str]) -> tuple[Path,
     return final, tree_hash
 
 
-def make_base_tree(root: Path, folders: Sequence[str], store: Path) -> tuple[Path, str]:
+def make_base_tree(
+    root: Path, folders: Sequence[str], store: Path, suffixes: Suffixes = SOURCE_SUFFIXES
+) -> tuple[Path, str]:
     """Copy the base source into the store; returns its folder and hash.
 
     The hash is of the copied bytes, so an edit of the checkout during the copy cannot make it lie.
     """
     temp = _new_temp(store)
     try:
-        for relative in source_files(root, folders):
+        for relative in source_files(root, folders, suffixes):
             target = temp / relative
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / relative, target)
+            shutil.copy2(root / relative, target)  # with its time, by which Python knows its bytecode
             target.chmod(0o444)  # shared by hard links: an edit in place would change every build
-        return _finish_tree(temp, store, folders)
+        return _finish_tree(temp, store, folders, suffixes)
     except OSError as problem:
         raise BuildError(f"cannot copy the base source from {root} to {store}: {problem}") from None
     finally:
@@ -157,33 +166,69 @@ def make_base_tree(root: Path, folders: Sequence[str], store: Path) -> tuple[Pat
 
 
 def make_patched_tree(
-    base: Path, folders: Sequence[str], store: Path, diffs: Sequence[tuple[str, str]], patch_id: str
+    base: Path,
+    folders: Sequence[str],
+    store: Path,
+    diffs: Sequence[tuple[str, str]],
+    patch_id: str,
+    suffixes: Suffixes = SOURCE_SUFFIXES,
+    *,
+    prefix: str = "",
+    build_command: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> tuple[Path, str]:
-    """The base tree with `diffs` applied; unchanged files are hard links to the base's.
+    """The base tree with `diffs` applied and `build_command` run; unchanged files are hard links to the base's.
+
+    With a build command every file is a copy, since what a compiler or script does to a file is not known here.
 
     Raises:
-        BuildError: a diff does not apply exactly, or touches files that are no part of the base source.
+        BuildError: a diff does not apply exactly, or touches files that are no part of the base source; the command
+            failed.
     """
     temp = _new_temp(store)
     try:
-        for relative in source_files(base, folders):
+        for relative in source_files(base, folders, suffixes):
             target = temp / relative
             target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(base / relative, target)
+            if build_command:
+                shutil.copy2(base / relative, target)
+                target.chmod(0o644)
+            else:
+                os.link(base / relative, target)
         for name, text in diffs:
-            for path in apply_diff(temp, text, name):
-                if path.split("/")[0] not in folders or Path(path).suffix not in SOURCE_SUFFIXES:
+            for path in apply_diff(temp, text, name, prefix=prefix):
+                known = suffixes is None or Path(path).suffix in suffixes
+                if path.split("/")[0] not in folders or not known:
                     raise BuildError(
                         f"patch {patch_id!r}: {name} changes {path}, which is no part of the base source"
                         f" ({', '.join(f'{folder}/' for folder in folders)})"
                     )
-        return _finish_tree(temp, store, folders)
+        if build_command:
+            _run_build_command(build_command, temp, env, patch_id)
+        return _finish_tree(temp, store, folders, suffixes)
     except DiffError as problem:
         raise BuildError(f"patch {patch_id!r}: {problem}") from None
     except OSError as problem:
         raise BuildError(f"patch {patch_id!r}: its tree cannot be made in {store}: {problem}") from None
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def _run_build_command(command: Sequence[str], tree: Path, env: Mapping[str, str] | None, patch_id: str) -> None:
+    """Run a patch's build command in its tree; BuildError carries the end of what it said."""
+    where = f"patch {patch_id!r}: build_command {' '.join(command)}"
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=None if env is None else dict(env), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=_BUILD_COMMAND_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{where} did not end within {_BUILD_COMMAND_S:g} s") from None
+    except OSError as problem:
+        raise BuildError(f"{where}: {problem}") from None
+    if done.returncode:
+        tail = "\n".join("    " + line for line in (done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise BuildError(f"{where} ended with code {done.returncode}:\n{tail}")
 
 
 def hardware() -> str:
@@ -235,26 +280,34 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
     """
     store = cache_dir() / "builds"
     clean_store(store)
-    base_tree, source_hash = make_base_tree(ROOT, engine.source_folders, store)
-    packages = package_versions(engine.packages)
-    machine = hardware()
+    source = engine.base_source(patchset, store)
+    folders, suffixes = source.folders, engine.source_suffixes
+    base_tree, source_hash = make_base_tree(source.root, folders, store, suffixes)
+    engine.finish_tree(source.root, base_tree)
+    packages = package_versions(engine.packages) if source.packages is None else source.packages
+    machine = ", ".join(filter(None, (hardware(), source.hardware)))
     prepared = []
     members: list[tuple[str, Patch | None]] = [(BASE, None), (BASE_AGAIN, None)]
     members += [(patch.patch_id, patch) for patch in patchset.patches]
     for build_id, patch in members:
         diffs = read_diffs(patchset, patch) if patch else ()
+        declared = declared_env(patchset, patch, threads)
+        passed = {name: os.environ[name] for name in _PASSED_ENV if name in os.environ}
         tree, tree_hash = base_tree, source_hash
-        if diffs and patch:
-            tree, tree_hash = make_patched_tree(base_tree, engine.source_folders, store, diffs, patch.patch_id)
+        if patch and (diffs or patch.build_command):
+            tree, tree_hash = make_patched_tree(
+                base_tree, folders, store, diffs, patch.patch_id, suffixes, prefix=engine.diff_prefix,
+                build_command=patch.build_command, env=passed | declared,
+            )  # fmt: skip
+            engine.finish_tree(base_tree, tree)
             if tree_hash == source_hash:
                 raise BuildError(f"patch {patch.patch_id!r}: its diffs leave the source as it was")
-        declared = declared_env(patchset, patch, threads)
-        args = patchset.args + (patch.args if patch else ())
+        args = patchset.args + (patch.args if patch else ()) + override_args(patchset, patch)
         manifest = Manifest(
             source_hash=source_hash,
             tree_hash=tree_hash,
             diff_hash=diff_hash(diffs),
-            args=("--threads", str(threads), *args),
+            args=(*engine.fixed_args(threads), *args),
             env=recorded_env(declared),
             packages=packages,
             weights_hash=model.weights_hash,
@@ -263,20 +316,45 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
             hardware=machine,
         )
         role = "base" if build_id == BASE else "aa" if patch is None else patch.role
-        env = {name: os.environ[name] for name in _PASSED_ENV if name in os.environ}
-        env |= declared | {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
+        env = passed | declared
+        env |= engine.import_env(tree, source, env)
         prepared.append(
             PreparedBuild(
                 build=Build(
                     build_id=build_id, patch_ids=(build_id,) if patch else (), role=role, manifest=manifest
                 ),
                 tree=tree,
-                command=engine.command(model.path, threads, args),
+                command=engine.command(model.path, threads, args, source.python),
                 env=env,
             )
         )  # fmt: skip
     check_builds([item.build for item in prepared], patchset, engine)
     return prepared
+
+
+def override_args(patchset: PatchSet, patch: Patch | None) -> tuple[str, ...]:
+    """The launch argument for the model_override of the patchset with the patch's own keys over it."""
+    merged = patchset.model_override | (patch.model_override if patch else {})
+    if not merged:
+        return ()
+    return ("--json-model-override-args", json.dumps(merged, sort_keys=True, separators=(",", ":")))
+
+
+def patch_env(patchset: PatchSet, patch: Patch | None) -> dict[str, str]:
+    """The variables a patch sets, the one that hands its source-patcher file to the server included."""
+    if patch is None:
+        return {}
+    text = read_source_patcher(patchset, patch)
+    if not text:
+        return dict(patch.env)
+    # By its content, so that the file a server reads is the one of the manifest, whatever is edited meanwhile.
+    file = cache_dir() / "source-patchers" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+    return {SOURCE_PATCHER_ENV: str(file), **patch.env}
 
 
 def declared_env(patchset: PatchSet, patch: Patch | None, threads: int) -> dict[str, str]:
@@ -288,7 +366,7 @@ def declared_env(patchset: PatchSet, patch: Patch | None, threads: int) -> dict[
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    return fixed | patchset.env | (patch.env if patch else {})
+    return fixed | patchset.env | patch_env(patchset, patch)
 
 
 def given_builds(patchset: PatchSet) -> list[PreparedBuild]:
@@ -345,13 +423,15 @@ def differences(
         if wanted != got:
             found.append(Difference(what=what, base=wanted, candidate=got))
 
-    patched = patch is not None and bool(patch.diffs)
+    patched = patch is not None and bool(patch.diffs or patch.build_command)
     expect("source", base.source_hash, candidate.source_hash)
     if not patched:
         expect("tree", base.tree_hash, candidate.tree_hash)
     expect("diff", diff_hash(read_diffs(patchset, patch)) if patch else None, candidate.diff_hash)
-    expect("arguments", base.args + (patch.args if patch else ()), candidate.args)
-    wanted_env = base.env | recorded_env(patch.env if patch else {})
+    common = base.args[: len(base.args) - len(override_args(patchset, None))]
+    wanted_args = common + (patch.args if patch else ()) + override_args(patchset, patch)
+    expect("arguments", wanted_args, candidate.args)
+    wanted_env = base.env | recorded_env(patch_env(patchset, patch))
     for name in sorted(wanted_env.keys() | candidate.env.keys()):
         expect(f"environment {name}", wanted_env.get(name), candidate.env.get(name))
     for name in sorted(base.packages.keys() | candidate.packages.keys()):
@@ -379,8 +459,9 @@ def allowed_server_keys(patch: Patch | None) -> set[str]:
     """Keys of the server's report that a patch may change: those it declares, and those its arguments name."""
     if patch is None:
         return set()
-    named = {arg.lstrip("-").partition("=")[0].replace("-", "_") for arg in patch.args if arg.startswith("--")}
-    return named | set(patch.changes) | {"args", "argv", "command"} if patch.args else set(patch.changes)
+    args = patch.args + (("--json-model-override-args",) if patch.model_override else ())
+    named = {arg.lstrip("-").partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+    return named | set(patch.changes) | {"args", "argv", "command"} if args else set(patch.changes)
 
 
 def flatten(value: object, prefix: str = "") -> dict[str, object]:

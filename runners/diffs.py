@@ -7,7 +7,7 @@ be made again (`git diff`), not guessed.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -193,14 +193,15 @@ def _elsewhere(lines: list[str], hunk: Hunk) -> str:
     return f"; the same {size} lines stand at line {places[0]}: make the diff again against this base"
 
 
-def apply_diff(tree: Path, text: str, name: str) -> tuple[str, ...]:
+def apply_diff(tree: Path, text: str, name: str, *, prefix: str = "") -> tuple[str, ...]:
     """Apply a unified diff (-p1) to the files under `tree`; returns the paths changed.
 
-    All files are checked before the first is written. A changed file gets a new inode, so that a hard-linked
-    base stays as it is.
+    `prefix` is dropped from paths that begin with it (a repository that keeps the source in python/). All files are
+    checked before the first is written. A changed file gets a new inode, so that a hard-linked base stays as it is.
     """
     results: dict[str, str | None] = {}
-    for diff in parse_diff(text, name):
+    for parsed in parse_diff(text, name):
+        diff = replace(parsed, path=parsed.path.removeprefix(prefix))
         file = tree / diff.path
         if diff.creates:
             if file.exists():

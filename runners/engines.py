@@ -12,11 +12,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from longrecall.runners.patchset import PatchsetError
+from longrecall.runners.patchset import PatchsetError, changes_build
 from longrecall.runners.schema import PatchSet
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder that holds needles/, runners/ and kernels/: a checkout, or site-packages/longrecall."""
+SOURCE_SUFFIXES = frozenset({".py", ".json", ".toml", ".jinja", ".safetensors", ".txt"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseSource:
+    """Where the source of the base build is, and what runs it."""
+
+    root: Path
+    folders: tuple[str, ...]
+    """Folders below `root` that make the source; diffs name their files as a/<folder>/…"""
+    python: str = sys.executable
+    packages: dict[str, str] | None = None
+    """Versions of the distributions that decide what is computed; None: those of this process's environment."""
+    hardware: str | None = None
+    """What the servers will run on beyond the processor (GPU, driver)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,10 @@ class Engine:
     """False: the servers run already and are given by URL."""
     source_folders: tuple[str, ...] = ()
     """Folders below ROOT that make the base source; diffs name their files as a/<folder>/…"""
+    source_suffixes: frozenset[str] | None = SOURCE_SUFFIXES
+    """Files that are source; None: every file but hidden ones and bytecode."""
+    diff_prefix: str = ""
+    """Folder that diffs may put before a source folder's name ("python/" in SGLang's own repository)."""
     module: str = ""
     packages: tuple[str, ...] = ()
     """Distributions whose versions go into the manifest."""
@@ -64,13 +83,72 @@ class Engine:
     """The reply to a continued assistant turn repeats the turn's beginning."""
     statistics_path: str = ""
     """Route that tells what the server has done so far, as numbers; empty: none."""
+    begun_after_generation_prompt: bool = False
+    """A begun answer is appended to the generation prompt as it stands, without what the template puts between."""
+    ladders_at_once: int | None = None
+    """Conversations of a block that are asked of one server at the same time; None: the whole block."""
 
-    def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
+    def base_source(self, patchset: PatchSet, store: Path) -> BaseSource:
+        """The base build's source; what has to be fetched or unpacked for it goes into `store`."""
+        return BaseSource(root=ROOT, folders=self.source_folders)
+
+    def fixed_args(self, threads: int) -> tuple[str, ...]:
+        """Launch arguments of every build that the campaign decides, before the patchset's."""
+        return ("--threads", str(threads))
+
+    def command(
+        self, folder: Path, threads: int, args: tuple[str, ...], python: str = sys.executable
+    ) -> tuple[str, ...]:
         """Launch command with "{port}" for the port; `folder` holds the model."""
         return (
-            sys.executable, "-m", self.module, "--folder", str(folder), "--host", "127.0.0.1", "--port", "{port}",
-            "--threads", str(threads), *args,
+            python, "-m", self.module, "--folder", str(folder), "--host", "127.0.0.1", "--port", "{port}",
+            *self.fixed_args(threads), *args,
         )  # fmt: skip
+
+    def import_env(self, tree: Path, source: BaseSource, env: Mapping[str, str]) -> dict[str, str]:
+        """Variables that make the server import this tree and nothing else; `env` is what it has otherwise."""
+        return {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
+
+    def finish_tree(self, base: Path, tree: Path) -> None:
+        """Make a finished tree quick to start; nothing that decides what it computes."""
+
+    def contradictions(self, args: tuple[str, ...], info: Mapping[str, object]) -> list[str]:
+        """What the server says of itself against the arguments it was given, one line each."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangEngine(Engine):
+    """SGLang's own server, from whatever base the patchset names; runners/sglang.py has the parts."""
+
+    def base_source(self, patchset: PatchSet, store: Path) -> BaseSource:
+        from longrecall.runners import sglang_source
+
+        return sglang_source.base_source(patchset, self, store)
+
+    def fixed_args(self, threads: int) -> tuple[str, ...]:
+        return ()  # threads go by OMP_NUM_THREADS
+
+    def command(
+        self, folder: Path, threads: int, args: tuple[str, ...], python: str = sys.executable
+    ) -> tuple[str, ...]:
+        from longrecall.runners import sglang
+
+        return sglang.command(folder, args, python)
+
+    def import_env(self, tree: Path, source: BaseSource, env: Mapping[str, str]) -> dict[str, str]:
+        path = f"{Path(source.python).parent}:{env.get('PATH', '')}"  # its own ninja and compilers first
+        return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PATH": path}
+
+    def finish_tree(self, base: Path, tree: Path) -> None:
+        from longrecall.runners import sglang_source
+
+        sglang_source.share_bytecode(base, tree, ("sglang",))
+
+    def contradictions(self, args: tuple[str, ...], info: Mapping[str, object]) -> list[str]:
+        from longrecall.runners import sglang
+
+        return sglang.contradictions(args, info)
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -108,6 +186,29 @@ ENGINES: Mapping[str, Engine] = {
             server_mb=600,
             shared_mb=300,
         ),
+        SglangEngine(
+            name="sglang",
+            launches=True,
+            source_folders=("sglang",),
+            source_suffixes=None,
+            diff_prefix="python/",
+            module="sglang.launch_server",
+            capabilities=Capabilities(
+                continue_final=True, tokenize=True, cache_report=True, flush_cache=True, cache_salt=True,
+                prompt_logprobs=True, input_ids=True, indexer_topk=True, routed_experts=True, server_info=True,
+            ),
+            packages=("sglang", "sgl-kernel", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python",
+                      "tilelang", "apache-tvm-ffi", "xgrammar", "torch", "triton", "transformers", "tokenizers",
+                      "numpy"),
+            volatile=("port", "nccl_port", "grpc_port", ".*_port", "launch_command", "startup_time", ".*_time",
+                      ".*memory.*", "token_usage", ".*throughput.*", "last_gen.*", "num_.*reqs.*", "dist_init_addr",
+                      "kv_events", "pid", "load"),
+            begun_after_generation_prompt=True,
+            # Batches then hold the probes of one conversation at one rung, whatever the others take: quieter replies.
+            ladders_at_once=1,
+            server_mb=2600,
+            shared_mb=600,
+        ),
         Engine(
             name="openai",
             launches=False,
@@ -125,13 +226,23 @@ def engine_of(patchset: PatchSet) -> Engine:
         near = difflib.get_close_matches(patchset.engine, ENGINES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"engines: {', '.join(ENGINES)}"
         raise PatchsetError(f"{patchset.path}: engine {patchset.engine!r} is not known; {hint}")
+    only_sglang = [patchset.python, patchset.deployment, patchset.model_override]
+    only_sglang += [item for patch in patchset.patches for item in (patch.model_override, patch.source_patcher)]
+    if engine.name != "sglang" and any(only_sglang):
+        raise PatchsetError(
+            f"{patchset.path}: python, deployment, model_override and source_patcher are for engine 'sglang'"
+        )
+    if engine.launches and engine.name != "sglang" and patchset.source:
+        raise PatchsetError(
+            f"{patchset.path}: engine {engine.name!r} serves its own source; source is for 'sglang' and 'openai'"
+        )
     for patch in patchset.patches:
         where = f"{patchset.path}: patch {patch.patch_id!r}"
         if engine.launches and patch.endpoint:
             raise PatchsetError(
                 f"{where}: engine {engine.name!r} launches its servers; endpoint is for engine 'openai'"
             )
-        if not engine.launches and (patch.diffs or patch.env or patch.args or not patch.endpoint):
+        if not engine.launches and (changes_build(patch) or not patch.endpoint):
             raise PatchsetError(
                 f"{where}: engine {engine.name!r} asks running servers: give endpoint, and no diffs, env or args"
             )

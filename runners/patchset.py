@@ -18,20 +18,28 @@ serve the unpatched base under the patch's name, and exonerate it.
 
 import difflib
 import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args
 
-from longrecall.runners.schema import Expect, Patch, PatchSet, Role
+from longrecall.runners.schema import Deployment, Expect, Patch, PatchSet, Role
 
 RESERVED_IDS = frozenset({"base", "base-again"})
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TOP_KEYS = ("schema_version", "name", "engine", "source", "env", "args", "margin", "onset_tokens", "patch")
-_PATCH_KEYS = ("id", "title", "role", "diffs", "env", "args", "endpoint", "changes", "expect")
+_TOP_KEYS = (
+    "schema_version", "name", "engine", "source", "python", "env", "args", "model_override", "deployment", "margin",
+    "onset_tokens", "patch",
+)  # fmt: skip
+_PATCH_KEYS = (
+    "id", "title", "role", "diffs", "env", "args", "endpoint", "changes", "model_override", "source_patcher",
+    "build_command", "expect",
+)  # fmt: skip
+_DEPLOYMENT_KEYS = tuple(item.name for item in fields(Deployment))
 
 
 class PatchsetError(ValueError):
@@ -78,6 +86,37 @@ def _env(table: Mapping[str, object], where: str) -> dict[str, str]:
     return dict(value)
 
 
+def _override(table: Mapping[str, object], where: str) -> dict[str, object]:
+    value = table.get("model_override", {})
+    if not isinstance(value, dict):
+        raise PatchsetError(f"{where}: model_override = {value!r} is not a table, as in {{ index_topk = 1024 }}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as problem:
+        raise PatchsetError(f"{where}: model_override cannot be written as JSON: {problem}") from None
+    return dict(value)
+
+
+def _deployment(table: Mapping[str, object], where: str) -> Deployment | None:
+    value = table.get("deployment")
+    if value is None:
+        return None
+    where = f"{where}: deployment"
+    if not isinstance(value, dict):
+        raise PatchsetError(f'{where} = {value!r} is not a table, as in {{ kind = "pd", prefill = 1, decode = 1 }}')
+    _check_keys(value, _DEPLOYMENT_KEYS, where)
+    kind = _choice(value, "kind", ("pd", "replicas"), where)
+    if kind is None:
+        raise PatchsetError(f"{where}: key 'kind' is missing: pd or replicas")
+    for name in ("prefill", "decode", "replicas", "gpus_per_server"):
+        number = value.get(name, 1)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise PatchsetError(f"{where}: {name} = {number!r} is not a positive whole number")
+    for name in ("transfer_backend", "policy"):
+        _string(value, name, where, default="")
+    return Deployment(**value)
+
+
 def _choice(table: Mapping[str, object], key: str, choices: tuple[str, ...], where: str) -> str | None:
     value = table.get(key)
     if value is not None and value not in choices:
@@ -107,15 +146,25 @@ def _patch(table: object, path: Path, number: int) -> Patch:
         args=_strings(table, "args", where),
         endpoint=_string(table, "endpoint", where) if "endpoint" in table else None,
         changes=_strings(table, "changes", where),
+        model_override=_override(table, where),
+        source_patcher=_string(table, "source_patcher", where) if "source_patcher" in table else None,
+        build_command=_strings(table, "build_command", where),
         expect=_choice(table, "expect", get_args(Expect), where),  # type: ignore[arg-type]
     )
-    if not (patch.diffs or patch.env or patch.args or patch.endpoint):
+    if not (changes_build(patch) or patch.endpoint):
         raise PatchsetError(f"{where} changes nothing: give diffs, env, args or endpoint")
-    for diff in patch.diffs:
-        file = path.parent / diff
-        if not file.is_file():
-            raise PatchsetError(f"{where}: diff {diff!r} is not a file (looked for {file})")
+    for kind, names in (("diff", patch.diffs), ("source_patcher", (patch.source_patcher,))):
+        for name in names:
+            if name is not None and not (path.parent / name).is_file():
+                raise PatchsetError(f"{where}: {kind} {name!r} is not a file (looked for {path.parent / name})")
     return patch
+
+
+def changes_build(patch: Patch) -> bool:
+    """Whether a patch changes a build that is launched here (and does not only name a server that runs)."""
+    return bool(
+        patch.diffs or patch.env or patch.args or patch.model_override or patch.source_patcher or patch.build_command
+    )
 
 
 def parse_patchset(text: str, path: Path) -> PatchSet:
@@ -149,8 +198,11 @@ def parse_patchset(text: str, path: Path) -> PatchSet:
         path=str(path),
         engine=_string(table, "engine", where),
         source=_string(table, "source", where) if "source" in table else None,
+        python=_string(table, "python", where) if "python" in table else None,
         env=_env(table, where),
         args=_strings(table, "args", where),
+        model_override=_override(table, where),
+        deployment=_deployment(table, where),
         patches=patches,
         margin=None if margin is None else float(margin),
         onset_tokens=onset,
@@ -187,6 +239,17 @@ def read_diffs(patchset: PatchSet, patch: Patch) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def read_source_patcher(patchset: PatchSet, patch: Patch) -> str:
+    """The text of the patch's source-patcher YAML; "" without one."""
+    if patch.source_patcher is None:
+        return ""
+    file = Path(patchset.path).parent / patch.source_patcher
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise PatchsetError(f"{file}: cannot be read: {problem}") from None
+
+
 def content_hash(patchset: PatchSet) -> str:
     """sha256 over what the patchset says and the diffs it names; where the file lies does not matter."""
     digest = hashlib.sha256()
@@ -196,4 +259,6 @@ def content_hash(patchset: PatchSet) -> str:
     for patch in patchset.patches:
         for name, text in read_diffs(patchset, patch):
             digest.update(f"\0{patch.patch_id}\0{name}\0{text}".encode())
+        if patch.source_patcher:
+            digest.update(f"\0{patch.patch_id}\0{read_source_patcher(patchset, patch)}".encode())
     return digest.hexdigest()

@@ -28,8 +28,30 @@ class Patch:
     """A server that already runs (engine "openai"): its base URL stands for the patched build."""
     changes: tuple[str, ...] = ()
     """Keys of the server's own report (/server_info) that this patch is meant to change."""
+    model_override: dict[str, object] = field(default_factory=dict)
+    """Keys of the model's config.json that are served otherwise (SGLang's --json-model-override-args)."""
+    source_patcher: str | None = None
+    """YAML of SGLang's own runtime source patcher, relative to the patchset file."""
+    build_command: tuple[str, ...] = ()
+    """Run in the patched tree, for compiled parts; what it leaves there is part of the build."""
     expect: Expect | None = None
     """Known answer, where there is one; reported beside the verdict, never used by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Several servers behind a router that serve one build together."""
+
+    kind: Literal["pd", "replicas"]
+    """pd: prefill and decode on servers of their own; replicas: equal servers."""
+    prefill: int = 1
+    decode: int = 1
+    replicas: int = 2
+    gpus_per_server: int = 1
+    transfer_backend: str = "mooncake"
+    """How the KV cache moves from prefill to decode."""
+    policy: str = "cache_aware"
+    """How the router chooses among equal servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +64,13 @@ class PatchSet:
     engine: str
     source: str | None = None
     """Base source (for engine "openai" the base URL); None: the engine's own (the reference build: this checkout)."""
+    python: str | None = None
+    """Interpreter of the environment that serves (engine "sglang"), relative to the patchset file."""
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
+    model_override: dict[str, object] = field(default_factory=dict)
+    deployment: Deployment | None = None
+    """How the servers of one build work together; None: one server."""
     patches: tuple[Patch, ...]
     margin: float | None = None
     """Largest tolerable loss of recall (Delta); None: the engine's default."""

@@ -53,12 +53,16 @@ PACKAGES: dict[str, Callable[[str], object]] = {"sgl_kernel": _absent, "torchvis
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module below the packages that are stood in for."""
+    """Finds the packages that are stood in for, and what is below torchvision.
+
+    Nothing is below sgl_kernel: SGLang catches the ImportError and takes its own way without it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        package, below, _ = fullname.partition(".")
+        if package not in PACKAGES or (below and package == "sgl_kernel"):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
