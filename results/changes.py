@@ -17,7 +17,9 @@ a magnitude is a difference in the series' own unit, not a ratio. With Otava's t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,19 +68,40 @@ def _prefix_sums(window: Floats) -> Floats:
     return sums
 
 
+class _Weights(NamedTuple):
+    """What the three sums of Q are multiplied by, [τ, κ] for a stretch of one length; -inf where κ <= τ."""
+
+    cross: Floats
+    left: Floats
+    right: Floats
+    outside: Floats
+
+
+@cache
+def _weights(length: int) -> _Weights:
+    n = np.arange(1, length)[:, None].astype(np.float64)
+    m = np.arange(2, length + 1)[None, :] - n
+    inside = m > 0
+    m = np.where(inside, m, 1.0)
+    return _Weights(
+        cross=2 / (n + m),
+        left=2 * m / ((n + m) * np.maximum(n - 1, 1)),
+        right=2 * n / ((n + m) * np.maximum(m - 1, 1)),
+        outside=np.where(inside, 0.0, -np.inf),
+    )
+
+
 def _best(sums: Floats, start: int, stop: int) -> tuple[float, int]:
     """The largest Q over splits τ and ends κ inside [start, stop), with its τ."""
-    tau = np.arange(start + 1, stop)[:, None]
-    end = np.arange(start + 2, stop + 1)[None, :]
-    n, m = tau - start, end - tau
-    inside = m > 0
-    m = np.maximum(m, 1)
-    at_tau, to_tau, to_end = sums[tau, tau], sums[start, tau], sums[tau, end]
-    cross = to_end - sums[start, end] - at_tau + to_tau
+    w = _weights(stop - start)
+    diagonal = sums.diagonal()
+    at_tau = diagonal[start + 1 : stop, None]
+    to_tau = sums[start, start + 1 : stop, None]
+    to_end = sums[start + 1 : stop, start + 2 : stop + 1]
+    cross = to_end - sums[start, start + 2 : stop + 1] - at_tau + to_tau
     left = (at_tau - 2 * to_tau + sums[start, start]) / 2
-    right = (sums[end, end] - 2 * to_end + at_tau) / 2
-    q = 2 * cross - 2 * m * left / np.maximum(n - 1, 1) - 2 * n * right / np.maximum(m - 1, 1)
-    q = np.where(inside, q / (n + m), -np.inf)
+    right = (diagonal[start + 2 : stop + 1] - 2 * to_end + at_tau) / 2
+    q = w.cross * cross - w.left * left - w.right * right + w.outside
     at = int(q.argmax())
     return float(q.flat[at]), start + 1 + at // q.shape[1]
 

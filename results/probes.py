@@ -25,6 +25,7 @@ def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConn
     if history.rows is None:
         raise HistoryError(f"{history.storage.url} holds manifests only; say where the rows are with --rows")
     connection = duckdb.connect()
+    connection.execute("set enable_progress_bar = false")  # it would be printed between our rows
     runs = pa.table(
         {
             "entry": [s.id for s in entries],

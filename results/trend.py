@@ -17,7 +17,7 @@ import numpy as np
 
 from longrecall.evals.schema import Comparison, Verdict
 from longrecall.results.changes import Change, change_points
-from longrecall.results.history import Stored
+from longrecall.results.history import Stored, no_collection
 from longrecall.results.otava import OtavaSeries, analyze, series_name
 from longrecall.results.thresholds import Thresholds
 
@@ -122,10 +122,13 @@ def trends(
 
     otava: its executable, to find the change points instead of results/changes.py.
     """
-    made = [
-        Trend(suite_hash=suite, line=line, entries=tuple(own[-last:]), series=tuple(_series(own[-last:], thresholds)))
-        for (suite, line), own in group(entries).items()
-    ]
+    with no_collection():
+        made = [
+            Trend(
+                suite_hash=suite, line=line, entries=tuple(own[-last:]), series=tuple(_series(own[-last:], thresholds))
+            )
+            for (suite, line), own in group(entries).items()
+        ]
     made.sort(key=lambda trend: (-len(trend.entries), trend.line))
     return [_by_otava(trend, otava, thresholds) for trend in made] if otava else made
 
