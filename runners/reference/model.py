@@ -36,7 +36,7 @@ from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelE
 from longrecall.runners.reference.indexer import Indexer, load_indexers
 from longrecall.runners.reference.interface import Chunk
 from longrecall.runners.reference.interface import SequenceCache as CacheProtocol
-from longrecall.runners.reference.moe import ReferenceMoE, inverse_rms
+from longrecall.runners.reference.moe import BLOCK_ROWS, ReferenceMoE, blocks_of, inverse_rms
 
 log = logging.getLogger(__name__)
 
@@ -106,28 +106,42 @@ class _Layer:
         }
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, streams: Tensor, batch: _Batch) -> Tensor:
-        eps, dtype = self.config.rms_norm_eps, self.qkv.dtype
-        u, post, comb = self._mhc_pre(streams, "attn")
-        h = rms_norm(u, self.input_norm, eps).to(dtype)
-        out = rms_norm(self._attention(h, batch).float(), self.post_attention_norm, eps)
-        streams = mhc_post(streams, out, post, comb)
-        u, post, comb = self._mhc_pre(streams, "ffn")
-        out = self.mlp(rms_norm(u, self.pre_ffn_norm, eps).to(dtype), batch.token_ids)
-        return mhc_post(streams, out, post, comb)
+    def __call__(self, streams: list[Tensor], batch: _Batch) -> list[Tensor]:
+        """The residual streams after this layer: blocks [≤ BLOCK_ROWS, n, C] fp32, together all rows."""
+        eps = self.config.rms_norm_eps
+        h, mix = self._enter(streams, "attn", self.input_norm)
+        parts = self._attention(h, batch).split(BLOCK_ROWS)
+        streams = [
+            mhc_post(block, rms_norm(part.float(), self.post_attention_norm, eps), post, comb)
+            for block, part, (post, comb) in zip(streams, parts, mix, strict=True)
+        ]
+        h, mix = self._enter(streams, "ffn", self.pre_ffn_norm)
+        blocks = zip(streams, self.mlp(h, batch.token_ids), mix, strict=True)
+        return [mhc_post(block, part, post, comb) for block, part, (post, comb) in blocks]
 
-    def _mhc_pre(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _enter(
+        self, streams: list[Tensor], part: str, norm_weight: Tensor
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The normed input [T, C] of a sub-layer, and each block's (post, comb) for its output."""
         fn, scale, base = self.hc[part]
-        return mhc_pre(streams, fn, scale, base, sinkhorn_steps=self.config.hc_sinkhorn_iters, precision=MHC_PRECISION)
+        steps, eps, dtype = self.config.hc_sinkhorn_iters, self.config.rms_norm_eps, self.qkv.dtype
+        normed, mix = [], []
+        for block in streams:
+            u, post, comb = mhc_pre(block, fn, scale, base, sinkhorn_steps=steps, precision=MHC_PRECISION)
+            normed.append(rms_norm(u, norm_weight, eps).to(dtype))
+            mix.append((post, comb))
+        return torch.cat(normed), mix
 
     def _attention(self, h: Tensor, batch: _Batch) -> Tensor:
         c = self.config
         heads, dim = c.num_attention_heads, c.head_dim
         rope = batch.rope_global if self.indexer else batch.rope_local
         qkv = F.linear(h, self.qkv)
-        qk = rms_norm(qkv[:, : (heads + 1) * dim].float().view(-1, heads + 1, dim), self.qk_norm, c.rms_norm_eps)
-        qk = rotate_pairs(qk, rope.turn).to(h.dtype)
-        q, k, v = qk[:, :heads], qk[:, heads], qkv[:, (heads + 1) * dim :]
+        qk, v = qkv[:, : (heads + 1) * dim].unflatten(1, (heads + 1, dim)), qkv[:, (heads + 1) * dim :]
+        for rows in blocks_of(len(h)):
+            turned = rotate_pairs(rms_norm(qk[rows].float(), self.qk_norm, c.rms_norm_eps), rope.turn[rows])
+            qk[rows] = turned.to(h.dtype)
+        q, k = qk[:, :heads], qk[:, heads]
         index_k = self.indexer.keys(h, batch.rope_index.cos, batch.rope_index.sin) if self.indexer else None
         for member in batch.members:
             rows = slice(member.row, member.row + member.tokens)
@@ -138,7 +152,7 @@ class _Layer:
             block.v[self.layer_id, at : at + member.tokens] = v[rows]
             if index_k is not None:
                 block.index_k[self.index_slot, at : at + member.tokens] = index_k[rows]
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.indexer is None:
             for job in batch.jobs_local:
                 rows = slice(job.row, job.row + job.rows)
@@ -290,13 +304,13 @@ class ReferenceModel:
     def _forward(self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool) -> Tensor:
         batch = self._batch(tokens, caches, decode)
         x = self.embed[batch.token_ids].float() * self.embed_scale
-        streams = x[:, None].repeat(1, self.config.hc_mult, 1)
+        streams = [block[:, None].repeat(1, self.config.hc_mult, 1) for block in x.split(BLOCK_ROWS)]
         for layer in self.layers:
             streams = layer(streams, batch)
         for member in batch.members:
             member.cache.extended(member.tokens)
         self.last_indexer_topk = torch.stack(batch.indexer_topk, 1) if batch.indexer_topk is not None else None
-        return streams.mean(1)
+        return torch.cat([block.mean(1) for block in streams])
 
     def _batch(self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool) -> _Batch:
         c = self.config

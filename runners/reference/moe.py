@@ -15,6 +15,15 @@ from longrecall.kernels.moe import TopK as TopKOutput
 from longrecall.kernels.moe import hash_topk, moe_sum_reduce, topk
 from longrecall.runners.reference.config import ReferenceConfig
 
+BLOCK_ROWS = 512
+"""Rows of element-wise work at a time. GEMMs run over all rows of a batch; what stands between them reads them several
+times, and more rows than this leave a core's caches between two passes."""
+
+
+def blocks_of(rows: int) -> list[slice]:
+    """Slices of at most BLOCK_ROWS rows."""
+    return [slice(start, min(rows, start + BLOCK_ROWS)) for start in range(0, rows, BLOCK_ROWS)]
+
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """rsqrt(mean(x^2) + eps) over the last dimension of fp32 x, kept as a dimension of 1."""
@@ -127,14 +136,19 @@ class ReferenceMoE:
         place[order] = torch.arange(len(order), device=order.device)
         return torch.cat(parts).index_select(0, place).view(T, K, -1)
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """The layer's FFN output after Gemma's post-FFN norm, fp32 [T, C]."""
+    def __call__(self, x: Tensor, token_ids: Tensor) -> list[Tensor]:
+        """The layer's FFN output after Gemma's post-FFN norm, fp32, in blocks of at most BLOCK_ROWS rows."""
         router_logits = F.linear(x.float(), self.gate_weight)
         topk_weights, topk_idx = self.topk(router_logits, token_ids)
         expert_out = self.experts(x, topk_idx)
-        routed = moe_sum_reduce(expert_out, topk_weights, self.routed_scaling_factor).float()
-        shared = gated_mlp(x, self.shared_gate_up, self.shared_down).float()
-
+        shared_out = gated_mlp(x, self.shared_gate_up, self.shared_down)
+        # the gate weights sum to 1 before the factor: what this build applied, and what the experts were made for
         applied = topk_weights.sum(-1, keepdim=True) * self.routed_scaling_factor
-        nominal = torch.addcmul(shared, routed, self.config.trained_routed_scaling_factor / applied)
-        return routed.add_(shared).mul_(inverse_rms(nominal, self.config.rms_norm_eps)).mul_(self.norm_weight)
+        to_nominal = self.config.trained_routed_scaling_factor / applied
+        out = []
+        for rows in blocks_of(len(x)):
+            routed = moe_sum_reduce(expert_out[rows], topk_weights[rows], self.routed_scaling_factor).float()
+            shared = shared_out[rows].float()
+            scale = inverse_rms(torch.addcmul(shared, routed, to_nominal[rows]), self.config.rms_norm_eps)
+            out.append(routed.add_(shared).mul_(scale).mul_(self.norm_weight))
+        return out
