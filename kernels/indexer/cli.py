@@ -85,7 +85,8 @@ def plot(rows: "list[Row]", path: Path) -> None:
             .mark_line(point=True)
             .encode(
                 x=alt.X("tokens:Q", scale=alt.Scale(type="log", base=2), title="context tokens"),
-                y=alt.Y("value:Q", title=title),
+                # margins of bf16 and fp4 lie two orders of magnitude apart, and lost needles below zero
+                y=alt.Y("value:Q", title=title, scale=alt.Scale(type="symlog" if "margin" in measure else "linear")),
                 color=alt.Color("arm:N", sort=None, title="keys"),
                 tooltip=["arm:N", "tokens:Q", alt.Tooltip("value:Q", format=".3f")],
             )
