@@ -68,8 +68,8 @@ class Options:
     """What `longrecall eval` was asked for."""
 
     patchset: Path
-    rungs: tuple[int, ...] = (448, 1024)
-    conversations: int = 26
+    rungs: tuple[int, ...] = (448, 1536)
+    conversations: int = 20
     seed: int = 0
     recipe: str = "reference"
     only: tuple[str, ...] = ()
