@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)/.ns
 export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
 
-.PHONY: install ns eval test check serve report bench trend clean train-indexer
+.PHONY: install ns eval test check serve report bench trend clean train-indexer sglang-cpu
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -37,6 +37,10 @@ trend: install
 
 train-indexer: ns
 	$(PYTHON) -m longrecall.runners.reference.train_indexer $(TRAIN_ARGS)
+
+SGLANG_VENV ?= .venv-sglang
+sglang-cpu: install
+	$(PYTHON) -m longrecall.runners.sglang_install $(SGLANG_VENV) $(SGLANG_ARGS)
 
 clean:
 	rm -rf .venv .ns build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

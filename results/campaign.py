@@ -31,8 +31,8 @@ from longrecall.evals.score import foreign_index, score_replay
 from longrecall.needles.dataset import read_parquet, suite_hash, write_parquet
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe as named_recipe
-from longrecall.needles.render import Ruler, messages_for
-from longrecall.needles.schema import Conversation
+from longrecall.needles.render import Ruler, continues, messages_for
+from longrecall.needles.schema import Ask, Conversation
 from longrecall.results import run_folder
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners.builds import (
@@ -45,6 +45,7 @@ from longrecall.runners.builds import (
     given_builds,
     prepare_builds,
     with_server_info,
+    without_secrets,
 )
 from longrecall.runners.client import connect
 from longrecall.runners.engines import Engine, engine_of
@@ -52,7 +53,7 @@ from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
 from longrecall.runners.processes import HeldPort, Server, ServerError, stop_all
 from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unanswered
-from longrecall.runners.schema import Build, PatchSet
+from longrecall.runners.schema import Arm, Build, PatchSet
 
 DEFAULT_MARGIN = 0.10
 _STALE_S = 3600.0
@@ -87,6 +88,7 @@ class Options:
     block_size: int = 4
     max_tokens: int = 16
     repeats: int = 1
+    arms: tuple[Arm, ...] = ("warm",)
     request_timeout_s: float = 300.0
     start_timeout_s: float = 300.0
     stream: bool = False
@@ -107,6 +109,8 @@ class Plan:
     key: str
     """Hash of all that decides what is asked of what; two runs with one key are the same experiment."""
     parallel: int
+    messages_for: Callable[[Conversation, Ask], list[dict[str, str]]]
+    """The chat messages of a question as this engine has to be sent them."""
 
 
 @dataclass
@@ -158,10 +162,18 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     patchset = load_patchset(options.patchset)
     engine = engine_of(patchset)
     patchset = _selected(patchset, options.only)
+    if "cold" in options.arms and not engine.capabilities.cache_salt:
+        raise ValueError(f"arm cold: engine {engine.name!r} cannot keep one request's prefix from another (no salt)")
+    if patchset.deployment is not None:
+        raise ValueError(
+            f"{patchset.path}: a deployment of several servers is planned, not started, by this longrecall:"
+            " `longrecall builds PATCHSET --dry-run` prints the commands; measure it with engine 'openai' and its URLs"
+        )
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
         ruler = Ruler.from_folder(model.path)
+        ask_with = after_generation_prompt(ruler) if engine.begun_after_generation_prompt else messages_for
         model = replace(model, tokenizer_hash=ruler.tokenizer_hash, template_hash=ruler.template_hash)
         note(f"planting {options.conversations} conversations, rungs {', '.join(map(str, options.rungs))}")
         conversations = tuple(
@@ -195,7 +207,7 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         n_conversations=len(conversations),
         conversation_order=_shuffled([item.conversation_id for item in conversations], options.seed),
         block_size=options.block_size,
-        arms=("warm",),
+        arms=options.arms,
         repeats=options.repeats,
         max_tokens=options.max_tokens,
         verdict=VerdictConfig(margin=patchset.margin or DEFAULT_MARGIN),
@@ -203,8 +215,28 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     )
     return Plan(
         options=options, patchset=patchset, engine=engine, model=model, conversations=conversations,
-        builds=tuple(prepared), campaign=campaign, key=key, parallel=parallel,
+        builds=tuple(prepared), campaign=campaign, key=key, parallel=parallel, messages_for=ask_with,
     )  # fmt: skip
+
+
+def after_generation_prompt(ruler: Ruler) -> Callable[[Conversation, Ask], list[dict[str, str]]]:
+    """`messages_for` for a server that appends a begun answer to the generation prompt as it stands.
+
+    SGLang puts nothing between the two; what the template puts there (a blank after "Assistant:") goes into the
+    message, so that the prompt is the planned one, token for token.
+    """
+
+    def ask_with(conversation: Conversation, ask: Ask) -> list[dict[str, str]]:
+        messages = messages_for(conversation, ask)
+        if not continues(messages):
+            return messages
+        whole = ruler.render(messages, continue_final_message=True)
+        opened = ruler.render(messages[:-1], add_generation_prompt=True)
+        if not whole.startswith(opened):
+            raise ValueError("the chat template's generation prompt does not begin its assistant turn")
+        return [*messages[:-1], {**messages[-1], "content": whole[len(opened) :]}]
+
+    return ask_with
 
 
 def _selected(patchset: PatchSet, only: tuple[str, ...]) -> PatchSet:
@@ -232,6 +264,11 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
 
         note("Gemma 3 270M for llama.cpp: checking its folder by hash (made once, in seconds)")
         folder = llamacpp_folder(cache_dir())
+    elif engine.name == "sglang":
+        from longrecall.runners.sglang_model import sglang_folder
+
+        note("Gemma 3 270M for SGLang: checking its folder by hash (made once, in half a minute)")
+        folder = sglang_folder()
     else:
         raise ValueError(f"engine {engine.name!r} needs --model-folder: the served model's tokenizer and chat template")
     hashes = folder / "hashes.json"
@@ -270,6 +307,7 @@ def _key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: Optio
         "block_size": options.block_size,
         "max_tokens": options.max_tokens,
         "repeats": options.repeats,
+        "arms": options.arms,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
@@ -523,7 +561,7 @@ async def _ask_all(
         stop=STOP,
         seed=campaign.seed,
         first=tuple(build.build_id for build in campaign.builds if build.role in ("base", "positive-control")),
-        conversations_at_once=1 if plan.engine.shares_prefill else campaign.block_size,
+        conversations_at_once=1 if plan.engine.shares_prefill else plan.engine.ladders_at_once or campaign.block_size,
         whole_ladder=plan.engine.shares_prefill,
     )
     planned = replay_plan.n_planned
@@ -560,6 +598,7 @@ async def _ask_all(
                     connect(
                         build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
                         stream=options.stream, echoes_begun_answer=plan.engine.echoes_begun_answer,
+                        begun_after_generation_prompt=plan.engine.begun_after_generation_prompt,
                         api_key="none" if servers else os.environ.get("OPENAI_API_KEY", "none"),
                     )
                 )  # fmt: skip
@@ -575,7 +614,7 @@ async def _ask_all(
             with stages.stage("replay_s"):
                 try:
                     result = await replay(
-                        replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=messages_for,
+                        replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=plan.messages_for,
                         check_alive=check_alive, on_reply=grades, only=ids,
                     )  # fmt: skip
                 except* JournalError as problems:
@@ -659,6 +698,12 @@ async def _start(
                     " give --fresh for a new run"
                 )
             infos[server.name] = info
+            if server_args := _server_args(plan, server.name):
+                problems_found = plan.engine.contradictions(server_args, info)
+                if problems_found:
+                    raise CampaignError(
+                        f"build {server.name} does not run what it was asked to run: {'; '.join(problems_found)}"
+                    )
     told = tuple(with_server_info(prepared.build, infos.get(prepared.build.build_id)) for prepared in plan.builds)
     asked = [build for build in told if not infos or build.build_id in infos]
     check_builds(asked, plan.patchset, plan.engine)
@@ -667,6 +712,13 @@ async def _start(
     campaign = replace(campaign, builds=told)
     run_folder.write_campaign(run_dir, campaign)
     return campaign
+
+
+def _server_args(plan: Plan, build_id: str) -> tuple[str, ...]:
+    """The launch arguments in a build's manifest."""
+    builds = {item.build.build_id: item.build for item in plan.builds}
+    manifest = builds[build_id].manifest
+    return manifest.args if manifest is not None else ()
 
 
 def _first(problem: BaseException) -> BaseException:
@@ -686,7 +738,7 @@ async def server_info(build_id: str, url: str, path: str) -> dict[str, object]:
         raise CampaignError(f"build {build_id}: {path} cannot be read: {problem!r}") from None
     if not isinstance(info, dict):
         raise CampaignError(f"build {build_id}: {path} answered {reply.status_code}: {reply.text[:200]!r}")
-    return info
+    return without_secrets(info)
 
 
 STATISTICS = ("prefill_tokens", "decode_tokens", "cached_tokens", "prefill_s", "decode_s", "busy_s")

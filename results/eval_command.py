@@ -11,11 +11,15 @@ asked for cannot be used, 3 incomplete or controls failed, 4 inconclusive and --
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from longrecall.runners.schema import Arm
+
 FAIL_ON = ("culprit", "inconclusive")
+ARMS = ("warm", "cold")
 
 
 def evaluate(
@@ -37,6 +41,7 @@ def evaluate(
     model_folder: Annotated[Path | None, typer.Option(help="Served model: tokenizer and chat template.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Conversations asked of a build at a time.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is asked.")] = 1,
+    arms: Annotated[str, typer.Option(help="Cache arms: warm, cold, or both with a comma.")] = "warm",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
     request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for one whole answer.")] = 300.0,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server's first token.")] = 300.0,
@@ -71,6 +76,7 @@ def evaluate(
             block_size=block_size,
             repeats=repeats,
             max_tokens=max_tokens,
+            arms=parse_arms(arms),
             request_timeout_s=request_timeout,
             start_timeout_s=start_timeout,
             stream=stream,
@@ -106,6 +112,17 @@ def parse_rungs(text: str) -> tuple[int, ...]:
     if sorted(set(rungs)) != rungs:
         raise ValueError(f"--rungs {text!r}: lengths must increase")
     return tuple(rungs)
+
+
+def parse_arms(text: str) -> tuple["Arm", ...]:
+    """ "warm,cold" in the order given; raises ValueError naming what is not known."""
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words:
+        if word not in ARMS:
+            raise ValueError(f"--arms {text!r}: {word!r} is none of {', '.join(ARMS)}")
+    if not words:
+        raise ValueError(f"--arms {text!r}: name at least one of {', '.join(ARMS)}")
+    return words  # type: ignore[return-value]
 
 
 def parse_fail_on(text: str) -> frozenset[str]:

@@ -16,6 +16,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longrecall.runners.diffs import DiffError, apply_diff
-from longrecall.runners.engines import SOURCE_SUFFIXES, Engine, is_volatile
+from longrecall.runners.engines import ROOT, SOURCE_SUFFIXES, Engine, is_volatile
 from longrecall.runners.patchset import read_diffs, read_source_patcher
 from longrecall.runners.schema import Build, Manifest, Patch, PatchSet
 
@@ -34,6 +35,7 @@ _PASSED_ENV = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LONGRECALL_CACHE",
     "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
+_SECRET_KEY = re.compile(r"api_?key|secret|passw|credential", re.IGNORECASE)
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 # An editable install adds an import hook that would complete a patched tree from the checkout: a module deleted by a
@@ -280,7 +282,7 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
     """
     store = cache_dir() / "builds"
     clean_store(store)
-    source = engine.base_source(patchset, store)
+    source = engine.base_source(patchset, store, ROOT)
     folders, suffixes = source.folders, engine.source_suffixes
     base_tree, source_hash = make_base_tree(source.root, folders, store, suffixes)
     engine.finish_tree(source.root, base_tree)
@@ -318,13 +320,16 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
         role = "base" if build_id == BASE else "aa" if patch is None else patch.role
         env = passed | declared
         env |= engine.import_env(tree, source, env)
+        command = engine.command(model.path, threads, args)
+        if command[0] == sys.executable:
+            command = (source.python, *command[1:])
         prepared.append(
             PreparedBuild(
                 build=Build(
                     build_id=build_id, patch_ids=(build_id,) if patch else (), role=role, manifest=manifest
                 ),
                 tree=tree,
-                command=engine.command(model.path, threads, args, source.python),
+                command=command,
                 env=env,
             )
         )  # fmt: skip
@@ -513,3 +518,16 @@ def with_server_info(build: Build, info: dict[str, object] | None) -> Build:
     if build.manifest is None or info is None:
         return build
     return replace(build, manifest=replace(build.manifest, server_info=info))
+
+
+def without_secrets(info: Mapping[str, object]) -> dict[str, object]:
+    """A server's report with the values of its keys and passwords hashed (SGLang reports `api_key`)."""
+
+    def clean(key: str, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {name: clean(str(name), item) for name, item in value.items()}
+        if isinstance(value, str) and value and _SECRET_KEY.search(key):
+            return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:12]}"
+        return value
+
+    return {key: clean(key, value) for key, value in info.items()}

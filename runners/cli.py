@@ -4,6 +4,7 @@ longrecall serve                          # the reference build on port 8000
 longrecall serve --port 0 --index-topk 1024 --threads 2
 longrecall builds patchsets/reference.toml
 longrecall builds patchsets/reference.toml --json
+longrecall builds patchsets/sglang-cpu.toml --dry-run
 """
 
 import json
@@ -53,6 +54,9 @@ def serve(
 def builds(
     patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document with every manifest.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands that would serve them.")] = False,
+    first_port: Annotated[int, typer.Option(min=1024, max=65535, help="Lowest port of a dry run.")] = 30_000,
+    model_folder: Annotated[str, typer.Option(help="Model folder in the commands of a dry run.")] = "{model}",
 ) -> None:
     """Make the source trees of a patchset's builds and show how each differs from the base; starts nothing."""
     from dataclasses import asdict
@@ -68,11 +72,24 @@ def builds(
     try:
         read = load_patchset(patchset)
         engine = engine_of(read)
-        unknown = ModelFolder(path=Path("{model}"), weights_hash=None, tokenizer_hash=None, template_hash=None)
+        unknown = ModelFolder(path=Path(model_folder), weights_hash=None, tokenizer_hash=None, template_hash=None)
         prepared = prepare_builds(read, engine, unknown, threads=1) if engine.launches else given_builds(read)
     except (ValueError, OSError) as problem:
         typer.echo(f"longrecall: error: {problem}", err=True)
         raise typer.Exit(2) from None
+    if dry_run:
+        from longrecall.runners.sglang_launch import launch_plans, shell_text
+
+        try:
+            plans = launch_plans(prepared, read.deployment, first_port=first_port)
+        except ValueError as problem:
+            typer.echo(f"longrecall: error: {problem}", err=True)
+            raise typer.Exit(2) from None
+        if as_json:
+            typer.echo(json.dumps([asdict(plan) for plan in plans], separators=(",", ":")))
+        else:
+            typer.echo("\n\n".join(map(shell_text, plans)))
+        return
     if as_json:
         document = [
             {**asdict(item.build), "tree": str(item.tree), "command": item.command, "endpoint": item.endpoint}
@@ -88,6 +105,9 @@ def builds(
         patch = patches.get(item.build.build_id)
         settings = [f"{name}={value}" for name, value in patch.env.items()] if patch else []
         parts = [*patch.diffs, *settings, " ".join(patch.args), patch.endpoint or ""] if patch else []
+        if patch:
+            parts += [f"config {name}={value!r}" for name, value in patch.model_override.items()]
+            parts += [patch.source_patcher or "", " ".join(patch.build_command)]
         manifest = item.build.manifest
         source = manifest.tree_hash[:12] if manifest else item.endpoint or ""
         differs = ", ".join(part for part in parts if part) or "nothing"

@@ -28,6 +28,7 @@ ERROR_CLASSES = (
     "invalid-reply",
     "usage",
     "prompt-tokens",
+    "cache",
     "http 4xx",
     "http 5xx",
 )
@@ -53,6 +54,8 @@ class Question:
     stop: tuple[str, ...] = ("\n",)
     cache_salt: str | None = None
     logprobs: bool = True
+    cached_at_most: int | None = None
+    """The most prompt tokens that may come from a cache; a reply with more is void. None: any number."""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Endpoint:
     timeout_s: float = 120.0
     echoes_begun_answer: bool = False
     """The server repeats the begun answer at the start of its reply (llama.cpp)."""
+    begun_after_generation_prompt: bool = False
+    """A begun answer goes behind the generation prompt, which is not to be turned off (SGLang)."""
     stream: bool = False
     """Streamed replies give the time to the first token, and cost the client about four times the CPU."""
 
@@ -88,7 +93,7 @@ class Endpoint:
 @asynccontextmanager
 async def connect(
     build_id: str, base_url: str, *, model: str, timeout_s: float = 120.0, stream: bool = False, api_key: str = "none",
-    echoes_begun_answer: bool = False,
+    echoes_begun_answer: bool = False, begun_after_generation_prompt: bool = False,
 ) -> AsyncIterator[Endpoint]:  # fmt: skip
     """An endpoint over one connection pool; `base_url` is the server's root, without /v1."""
     http_client = openai.DefaultAsyncHttpxClient(
@@ -110,6 +115,7 @@ async def connect(
             timeout_s=timeout_s,
             stream=stream,
             echoes_begun_answer=echoes_begun_answer,
+            begun_after_generation_prompt=begun_after_generation_prompt,
         )
 
 
@@ -158,7 +164,9 @@ def _since(started: float) -> float:
 def _arguments(endpoint: Endpoint, question: Question) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if question.continue_final:
-        extra |= {"continue_final_message": True, "add_generation_prompt": False}
+        extra["continue_final_message"] = True
+        if not endpoint.begun_after_generation_prompt:
+            extra["add_generation_prompt"] = False
     if question.cache_salt is not None:
         extra["cache_salt"] = question.cache_salt
     return {
@@ -316,6 +324,12 @@ def _checked(response: Response, question: Question) -> Response:
         )
     if response.cached_tokens is not None and response.cached_tokens > served:
         return replace(response, error=f"usage: cached_tokens {response.cached_tokens} of {served} prompt tokens")
+    limit = question.cached_at_most
+    if limit is not None and response.cached_tokens is not None and response.cached_tokens > limit:
+        return replace(
+            response,
+            error=f"cache: {response.cached_tokens} prompt tokens came from a cache; this arm allows {limit}",
+        )
     return response
 
 

@@ -88,20 +88,21 @@ class Engine:
     ladders_at_once: int | None = None
     """Conversations of a block that are asked of one server at the same time; None: the whole block."""
 
-    def base_source(self, patchset: PatchSet, store: Path) -> BaseSource:
-        """The base build's source; what has to be fetched or unpacked for it goes into `store`."""
-        return BaseSource(root=ROOT, folders=self.source_folders)
+    def base_source(self, patchset: PatchSet, store: Path, root: Path = ROOT) -> BaseSource:
+        """The base build's source: `root`'s, or what the patchset names; what is fetched for it goes beside `store`."""
+        return BaseSource(root=root, folders=self.source_folders)
 
     def fixed_args(self, threads: int) -> tuple[str, ...]:
         """Launch arguments of every build that the campaign decides, before the patchset's."""
         return ("--threads", str(threads))
 
-    def command(
-        self, folder: Path, threads: int, args: tuple[str, ...], python: str = sys.executable
-    ) -> tuple[str, ...]:
-        """Launch command with "{port}" for the port; `folder` holds the model."""
+    def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
+        """Launch command with "{port}" for the port; `folder` holds the model.
+
+        Where it begins with this process's interpreter, the base source's own takes that place.
+        """
         return (
-            python, "-m", self.module, "--folder", str(folder), "--host", "127.0.0.1", "--port", "{port}",
+            sys.executable, "-m", self.module, "--folder", str(folder), "--host", "127.0.0.1", "--port", "{port}",
             *self.fixed_args(threads), *args,
         )  # fmt: skip
 
@@ -121,7 +122,7 @@ class Engine:
 class SglangEngine(Engine):
     """SGLang's own server, from whatever base the patchset names; runners/sglang.py has the parts."""
 
-    def base_source(self, patchset: PatchSet, store: Path) -> BaseSource:
+    def base_source(self, patchset: PatchSet, store: Path, root: Path = ROOT) -> BaseSource:
         from longrecall.runners import sglang_source
 
         return sglang_source.base_source(patchset, self, store)
@@ -129,12 +130,10 @@ class SglangEngine(Engine):
     def fixed_args(self, threads: int) -> tuple[str, ...]:
         return ()  # threads go by OMP_NUM_THREADS
 
-    def command(
-        self, folder: Path, threads: int, args: tuple[str, ...], python: str = sys.executable
-    ) -> tuple[str, ...]:
+    def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
         from longrecall.runners import sglang
 
-        return sglang.command(folder, args, python)
+        return sglang.command(folder, args, sys.executable)
 
     def import_env(self, tree: Path, source: BaseSource, env: Mapping[str, str]) -> dict[str, str]:
         path = f"{Path(source.python).parent}:{env.get('PATH', '')}"  # its own ninja and compilers first
@@ -199,7 +198,7 @@ ENGINES: Mapping[str, Engine] = {
             ),
             packages=("sglang", "sgl-kernel", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python",
                       "tilelang", "apache-tvm-ffi", "xgrammar", "torch", "triton", "transformers", "tokenizers",
-                      "numpy"),
+                      "numpy", "sglang-router", "mooncake-transfer-engine", "nixl"),
             volatile=("port", "nccl_port", "grpc_port", ".*_port", "launch_command", "startup_time", ".*_time",
                       ".*memory.*", "token_usage", ".*throughput.*", "last_gen.*", "num_.*reqs.*", "dist_init_addr",
                       "kv_events", "pid", "load"),

@@ -197,6 +197,7 @@ async def _run_cell(
             stop=plan.stop,
             # A salt of its own keeps a cold request from finding any other's prefix.
             cache_salt="/".join(map(str, (plan.run_id, *key))) if arm == "cold" else None,
+            cached_at_most=0 if arm == "cold" else None,
         )
         async with in_flight:
             response = await ask(endpoint, question, random.Random(f"{plan.seed}/{key}"))
