@@ -175,6 +175,10 @@ CLASS_OF = {
 }  # fmt: skip
 
 
+HANG_S = 4.0
+"""Time limit of a request under faults: every hang costs it, and a slow machine must not turn an answer into a hang."""
+
+
 def question_key(messages: list[dict[str, str]]) -> str:
     return sha256("\n".join(message["content"] for message in messages).encode()).hexdigest()[:16]
 
@@ -205,7 +209,7 @@ def check_schedules(tmp_path: Path, planted: ModuleType, loopback: Callable[...,
         run_dir = tmp_path / f"run-{number}"
         run_dir.mkdir()
         plan = plan_of(planted.make(3, seed=number), builds=("base",), block_size=3)
-        run(plan, {"base": server}, run_dir, planted, timeout_s=0.8)
+        run(plan, {"base": server}, run_dir, planted, timeout_s=HANG_S)
         replays = load_replays(run_dir)
         assert len(replays) == len({identity(r) for r in replays}) == plan.n_planned
         for r in replays:
@@ -223,7 +227,7 @@ def test_random_fault_schedules_end_in_the_right_classes(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_five_hundred_fault_schedules_end_in_the_right_classes(
     tmp_path: Path, planted: ModuleType, loopback: Callable[..., Server]
 ) -> None:
