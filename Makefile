@@ -5,7 +5,7 @@ export PYTHONPATH := $(CURDIR)/.ns
 export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
 
-.PHONY: install ns eval test check serve report bench trend clean train-indexer sglang-cpu
+.PHONY: install ns eval test check serve report bench trend clean train-indexer h200 sglang-cpu
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -41,6 +41,13 @@ train-indexer: ns
 SGLANG_VENV ?= .venv-sglang
 sglang-cpu: install
 	$(PYTHON) -m longrecall.runners.sglang_install $(SGLANG_VENV) $(SGLANG_ARGS)
+
+# On the GPU machine: `make h200 PYTHON=python3`, with sglang 0.5.17 installed there.
+H200_OUT ?= results/runs/h200
+H200 = $(PYTHON) -m longrecall.runners.h200 --base-diff patchsets/patches/sglang-h200-sane-dummy-weights.diff $(H200_ARGS)
+h200: ns
+	$(H200) patchsets/sglang-h200.toml --model deepseek-v32-tiny --dense-prefill-tokens 2048 --work $(H200_OUT)/v32 --out $(H200_OUT)/v32.json
+	$(H200) patchsets/sglang-h200-v4.toml --model deepseek-v4-tiny --base-diff patchsets/patches/sglang-h200-v4-captured-selection.diff --work $(H200_OUT)/v4 --out $(H200_OUT)/v4.json
 
 clean:
 	rm -rf .venv .ns build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
