@@ -42,7 +42,7 @@ Backend dsa, prefill flashmla_sparse (dense up to 2,048 tokens), decode fa3, bf1
   another order, and from the second layer on the sets differ by 0.2 to 4 %.
 - bf16 keys change 0.3 to 0.9 % of the first layer's selection, where base repeats itself exactly; in the logits they
   cannot be told from base again (prefill above, p = {{p bf16}}).
-- The rotation taken off one side selects by chance, to the third digit: the row `chance` is what independent draws
+- The rotation taken off one side selects by chance, within .006: the row `chance` is what independent draws
   would share over the same positions.
 - Two things were predicted otherwise. The other decode backend does not show in prefill-versus-decode KL: both
   backends are equally far from prefill (5.7e-05 at the median), so that measure sees a broken decode and not another
