@@ -68,7 +68,12 @@ def _placeholder(app: typer.Typer, name: str, command: Command) -> None:
 
 def build_app(argv: list[str]) -> typer.Typer:
     """The app with every command named and only the one in `argv` imported."""
-    app = typer.Typer(help=__doc__.splitlines()[0], no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        help="Find the serving patch that made a model forget: planted facts, one-patch builds, verdicts, attribution.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
     bench = typer.Typer(help="Benchmarks; the last line on standard output is one JSON document.", no_args_is_help=True)
     wanted = argv[0] if argv else ""
     wanted_bench = argv[1] if wanted == "bench" and len(argv) > 1 else ""
