@@ -51,7 +51,7 @@ from longrecall.runners.client import connect
 from longrecall.runners.engines import Engine, engine_of
 from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
-from longrecall.runners.processes import HeldPort, Server, ServerError, stop_all
+from longrecall.runners.processes import Server, ServerError, stop_all
 from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unanswered
 from longrecall.runners.schema import Arm, Build, PatchSet
 
@@ -164,11 +164,6 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     patchset = _selected(patchset, options.only)
     if "cold" in options.arms and not engine.capabilities.cache_salt:
         raise ValueError(f"arm cold: engine {engine.name!r} cannot keep one request's prefix from another (no salt)")
-    if patchset.deployment is not None:
-        raise ValueError(
-            f"{patchset.path}: a deployment of several servers is planned, not started, by this longrecall:"
-            " `longrecall builds PATCHSET --dry-run` prints the commands; measure it with engine 'openai' and its URLs"
-        )
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
@@ -656,6 +651,10 @@ def plan_waves(
                 f"{available_mb:,} MB of memory are free and a server takes {engine.server_mb:,}: {at_once} of"
                 f" {len(builds)} builds are served at a time, so they are not interleaved block by block"
             )
+    by_gpus = engine.builds_at_once(plan.patchset)
+    if by_gpus is not None and by_gpus < (at_once or len(builds)):
+        note(f"the GPUs here serve {by_gpus} of {len(builds)} builds at a time")
+        at_once = by_gpus
     at_once = at_once or len(builds)
     return [builds[start : start + at_once] for start in range(0, len(builds), at_once)]
 
@@ -671,11 +670,11 @@ async def _start(
 ) -> Campaign:
     """Start the servers of a wave, wait for each one's first token, and compare what each says of itself."""
     started = []
-    for prepared in wave:
+    for place, prepared in enumerate(wave):
         if prepared.endpoint is None:
             build_id = prepared.build.build_id
             folder = run_dir.resolve() / "builds" / build_id
-            servers[build_id] = Server(build_id, prepared.command, prepared.env, folder, HeldPort())
+            servers[build_id] = plan.engine.server(prepared, plan.patchset, folder, place)
             started.append(servers[build_id])
     if started:
         watcher.note(f"starting {len(started)} servers")
@@ -689,7 +688,13 @@ async def _start(
         raise CampaignError(str(_first(problems))) from None
     if plan.engine.capabilities.server_info:
         for server in started:
-            info = await server_info(server.name, server.url, plan.engine.info_path)
+            parts = {
+                name: await server_info(server.name, url, plan.engine.info_path)
+                for name, url in server.info_urls().items()
+            }
+            info: dict[str, object] = {"servers": parts} if "" not in parts else parts[""]
+            logged = plan.engine.told_by_log(server.log_of_this_start())
+            info |= {"log": logged} if logged else {}
             before = infos.get(server.name, info)
             changed = changed_keys(before, info, plan.engine)
             if changed:
@@ -698,12 +703,10 @@ async def _start(
                     " give --fresh for a new run"
                 )
             infos[server.name] = info
-            if server_args := _server_args(plan, server.name):
-                problems_found = plan.engine.contradictions(server_args, info)
-                if problems_found:
-                    raise CampaignError(
-                        f"build {server.name} does not run what it was asked to run: {'; '.join(problems_found)}"
-                    )
+            asked_for = _launch_args(plan, server.name)
+            against = [line for part in parts.values() for line in plan.engine.contradictions(asked_for, part)]
+            if against:
+                raise CampaignError(f"build {server.name} does not run what it was asked to run: {'; '.join(against)}")
     told = tuple(with_server_info(prepared.build, infos.get(prepared.build.build_id)) for prepared in plan.builds)
     asked = [build for build in told if not infos or build.build_id in infos]
     check_builds(asked, plan.patchset, plan.engine)
@@ -714,7 +717,7 @@ async def _start(
     return campaign
 
 
-def _server_args(plan: Plan, build_id: str) -> tuple[str, ...]:
+def _launch_args(plan: Plan, build_id: str) -> tuple[str, ...]:
     """The launch arguments in a build's manifest."""
     builds = {item.build.build_id: item.build for item in plan.builds}
     manifest = builds[build_id].manifest

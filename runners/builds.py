@@ -470,7 +470,9 @@ def allowed_server_keys(patch: Patch | None) -> set[str]:
 
 
 def flatten(value: object, prefix: str = "") -> dict[str, object]:
-    """Nested tables as one with dotted keys; lists stay whole."""
+    """Nested tables, and lists of tables, as one with dotted keys; other lists stay whole."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = {str(place): item for place, item in enumerate(value)}
     if not isinstance(value, Mapping):
         return {prefix: value}
     flat: dict[str, object] = {}

@@ -11,9 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longrecall.runners.patchset import PatchsetError, changes_build
 from longrecall.runners.schema import PatchSet
+
+if TYPE_CHECKING:
+    from longrecall.runners.builds import PreparedBuild
+    from longrecall.runners.processes import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder that holds needles/, runners/ and kernels/: a checkout, or site-packages/longrecall."""
@@ -117,6 +122,20 @@ class Engine:
         """What the server says of itself against the arguments it was given, one line each."""
         return []
 
+    def server(self, prepared: "PreparedBuild", patchset: PatchSet, folder: Path, place: int) -> "Server":
+        """The server of a build, not started; `place` is its number among those served at the same time."""
+        from longrecall.runners.processes import HeldPort, Server
+
+        return Server(prepared.build.build_id, prepared.command, prepared.env, folder, HeldPort())
+
+    def builds_at_once(self, patchset: PatchSet) -> int | None:
+        """How many builds the accelerators here can serve at the same time; None where they do not bound it."""
+        return None
+
+    def told_by_log(self, text: str) -> dict[str, object]:
+        """What the log of a ready server says that its own report does not; key "log" of the stored report."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SglangEngine(Engine):
@@ -148,6 +167,21 @@ class SglangEngine(Engine):
         from longrecall.runners import sglang
 
         return sglang.contradictions(args, info)
+
+    def server(self, prepared: "PreparedBuild", patchset: PatchSet, folder: Path, place: int) -> "Server":
+        from longrecall.runners import sglang_group
+
+        return sglang_group.make_server(prepared, patchset.deployment, folder, place)
+
+    def builds_at_once(self, patchset: PatchSet) -> int | None:
+        from longrecall.runners import sglang_group
+
+        return sglang_group.builds_at_once(patchset.args, patchset.deployment)
+
+    def told_by_log(self, text: str) -> dict[str, object]:
+        from longrecall.runners import sglang
+
+        return sglang.told_by_log(text)
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -199,9 +233,10 @@ ENGINES: Mapping[str, Engine] = {
             packages=("sglang", "sgl-kernel", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python",
                       "tilelang", "apache-tvm-ffi", "xgrammar", "torch", "triton", "transformers", "tokenizers",
                       "numpy", "sglang-router", "mooncake-transfer-engine", "nixl"),
-            volatile=("port", "nccl_port", "grpc_port", ".*_port", "launch_command", "startup_time", ".*_time",
-                      ".*memory.*", "token_usage", ".*throughput.*", "last_gen.*", "num_.*reqs.*", "dist_init_addr",
-                      "kv_events", "pid", "load"),
+            # The number of KV slots follows the free memory of the moment, where no flag fixes it.
+            volatile=("port", "nccl_port", "disaggregation_bootstrap_port", "launch_command", "dist_init_addr", "pid",
+                      "startup_time", "memory_usage", "last_gen_throughput", "avg_spec_accept_length", "step_time_dict",
+                      "num_(running|waiting|used)_.*", "token_usage", "max_total_num_tokens", "token_capacity.*"),
             begun_after_generation_prompt=True,
             # Batches then hold the probes of one conversation at one rung, whatever the others take: quieter replies.
             ladders_at_once=1,

@@ -76,6 +76,7 @@ class Server:
         self._port = port
         self._command = [part.replace("{port}", str(port.port)) for part in command]
         self._env = dict(env)
+        self._log_begins = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self.started = 0.0
@@ -86,6 +87,7 @@ class Server:
         self.started = time.monotonic()
         try:
             with self.log.open("ab") as log:
+                self._log_begins = log.tell()
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", supervise.__file__, str(read_end), str(GRACE_S), "--", *self._command],
                     cwd=self.folder,
@@ -103,6 +105,19 @@ class Server:
             raise ServerError(f"build {self.name}: cannot start {self._command[0]}: {problem}") from None
         finally:
             os.close(read_end)
+
+    def info_urls(self) -> dict[str, str]:
+        """Where the server's own report is, by part; one part without a name for a server that is one process."""
+        return {"": self.url}
+
+    def log_of_this_start(self) -> str:
+        """What this process has logged so far (the file may begin with earlier ones), at most 4 MB."""
+        try:
+            with self.log.open("rb") as stream:
+                stream.seek(self._log_begins)
+                return stream.read(2**22).decode("utf-8", "replace")
+        except OSError:
+            return ""
 
     @property
     def pid(self) -> int | None:

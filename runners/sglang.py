@@ -5,6 +5,7 @@ counts is `/server_info`, so every flag given is looked up there, and a campaign
 with both values named.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,13 +16,22 @@ _SHORT_NAMES = {
 }  # fmt: skip
 """Flags that SGLang reports under another key."""
 _NOT_REPORTED = frozenset({"host", "port", "model_path", "json_model_override_args", "api_key", "admin_api_key"})
-ALWAYS = ("--enable-cache-report",)
-"""Without it a reply does not say how much of its prompt came from the cache."""
+ALWAYS = (
+    ("--enable-cache-report",),  # else a reply does not say how much of its prompt came from the cache
+    ("--random-seed", "0"),  # else each start draws its own, and reports it
+)
+_LOG_FACTS = {
+    "kv_cache_dtype": re.compile(r"KV Cache is allocated\. dtype: ([\w.]+)"),
+    "attention_backend": re.compile(r"Attention backend not (?:explicitly )?specified\. Use (\S+) backend by default"),
+    "radix_cache": re.compile(r"Tree cache initialized: .*?impl=(\w+)"),
+    "hybrid_swa": re.compile(r"Tree cache initialized: .*?hybrid_swa=(\w+)"),
+}
+"""Decisions that /server_info leaves at "auto"."""
 
 
 def command(folder: Path, args: tuple[str, ...], python: str) -> tuple[str, ...]:
     """Launch command with "{port}" for the port."""
-    needed = tuple(flag for flag in ALWAYS if flag not in args)
+    needed = tuple(part for flag in ALWAYS if flag[0] not in args for part in flag)
     return (
         python, "-m", "sglang.launch_server", "--model-path", str(folder), "--host", "127.0.0.1", "--port", "{port}",
         *needed, *args,
@@ -80,3 +90,10 @@ def _agrees(wanted: str | None, told: object) -> bool:
     if isinstance(told, list | tuple):
         return wanted.split() == [str(item) for item in told]
     return str(told) == wanted
+
+
+def told_by_log(text: str) -> dict[str, object]:
+    """What SGLang decided and said in its log alone, by the key of the flag that would have said it."""
+    found = {key: pattern.findall(text) for key, pattern in _LOG_FACTS.items()}
+    # Several ranks say the same; more than one answer is itself worth a look.
+    return {key: " / ".join(sorted(set(values))) for key, values in found.items() if values}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from longrecall.runners.builds import PreparedBuild
 from longrecall.runners.schema import Deployment
+from longrecall.runners.sglang import flags
 
 FIRST_PORT = 30_000
 _TRANSFER_PACKAGES = {
@@ -72,10 +73,18 @@ def launch_plans(
     Builds of several GPUs take turns: plans of different builds name the same GPUs.
     """
     ports = _ports(first_port)
-    return [_plan(build, deployment, ports) for build in builds if build.endpoint is None]
+    return [plan_build(build, deployment, ports) for build in builds if build.endpoint is None]
 
 
-def _plan(prepared: PreparedBuild, deployment: Deployment | None, ports: Iterator[int]) -> LaunchPlan:
+def ports_of(deployment: Deployment) -> int:
+    """How many ports one build opens: HTTP and NCCL of each server, the bootstrap of a prefill server, the router's."""
+    if deployment.kind == "replicas":
+        return 2 * deployment.replicas + 1
+    return 3 * deployment.prefill + 2 * deployment.decode + 1
+
+
+def plan_build(prepared: PreparedBuild, deployment: Deployment | None, ports: Iterator[int]) -> LaunchPlan:
+    """How one build is served, with ports taken from `ports` in order."""
     build_id = prepared.build.build_id
     declared = prepared.build.manifest.env if prepared.build.manifest else {}
     env = {name: prepared.env[name] for name in (*_SHOWN_ENV, *declared) if name in prepared.env}
@@ -93,7 +102,9 @@ def _plan(prepared: PreparedBuild, deployment: Deployment | None, ports: Iterato
         port, nccl = next(ports), next(ports)
         first_gpu = place * deployment.gpus_per_server
         gpus = tuple(range(first_gpu, first_gpu + deployment.gpus_per_server))
-        extra = ["--base-gpu-id", str(first_gpu), "--nccl-port", str(nccl)]
+        on_gpus = dict(flags(prepared.command)).get("device") in (None, "cuda")
+        gpus = gpus if on_gpus else ()
+        extra = [*(("--base-gpu-id", str(first_gpu)) if on_gpus else ()), "--nccl-port", str(nccl)]
         if deployment.gpus_per_server > 1 and not {"--tp", "--tp-size"} & set(prepared.command):
             extra += ["--tp-size", str(deployment.gpus_per_server)]
         others = [nccl]
@@ -117,7 +128,7 @@ def _plan(prepared: PreparedBuild, deployment: Deployment | None, ports: Iterato
     else:
         command += ["--worker-urls", *(server.url for server in servers)]
     command += ["--policy", deployment.policy]
-    router = Process(name="router", command=tuple(command), env={}, port=router_port)
+    router = Process(name="router", command=tuple(command), env=env, port=router_port)
     needed = ["sglang-router"]
     if deployment.kind == "pd" and deployment.transfer_backend in _TRANSFER_PACKAGES:
         needed.append(_TRANSFER_PACKAGES[deployment.transfer_backend])

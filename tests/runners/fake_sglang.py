@@ -3,9 +3,10 @@
 What the engine does (trees, PYTHONPATH, launch, report, stop) is then tested in a second, with real processes.
 """
 
+import sys
 from pathlib import Path
 
-SERVER = '''
+SERVER = """
 import argparse, json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from sglang.backend import BACKEND
@@ -17,7 +18,8 @@ parser.add_argument("--enable-cache-report", action="store_true")
 parser.add_argument("--attention-backend", default="triton")
 parser.add_argument("--page-size", type=int, default=1)
 parser.add_argument("--json-model-override-args", default="{}")
-args = parser.parse_args()
+parser.add_argument("--disaggregation-mode", default="null")
+args, rest = parser.parse_known_args()
 SEEN = []
 
 class Handler(BaseHTTPRequestHandler):
@@ -48,7 +50,55 @@ class Handler(BaseHTTPRequestHandler):
         self.say({"choices": [choice], "usage": usage})
 
 ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
-'''
+"""
+
+
+ROUTER = """
+import argparse, urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--host"); parser.add_argument("--port", type=int); parser.add_argument("--policy")
+parser.add_argument("--worker-urls", nargs="+", default=[])
+parser.add_argument("--pd-disaggregation", action="store_true")
+parser.add_argument("--prefill", nargs=2, action="append", default=[])
+parser.add_argument("--decode", action="append", default=[])
+args = parser.parse_args()
+WORKER = (args.worker_urls + args.decode)[-1]
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *rest): pass
+    def pass_on(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length) if length else None
+        with urllib.request.urlopen(urllib.request.Request(WORKER + self.path, data=body)) as reply:
+            data = reply.read()
+        self.send_response(200); self.send_header("Content-Length", str(len(data))); self.end_headers()
+        self.wfile.write(data)
+    do_GET = do_POST = pass_on
+
+ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
+"""
+
+
+def write_environment(root: Path, *, router: bool = True) -> Path:
+    """An interpreter whose environment has a router (or not); its path."""
+    site = root / "site"
+    site.mkdir(parents=True)
+    if router:
+        package = site / "sglang_router"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "launch_router.py").write_text(ROUTER)
+        metadata = site / "sglang_router-0.0.2.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-router\nVersion: 0.0.2\n")
+    python = root / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{site}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def write(root: Path, *, answer: str = "42", version: str = "0.0.1") -> Path:

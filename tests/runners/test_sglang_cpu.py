@@ -1,0 +1,158 @@
+"""SGLang itself on the CPU, as `make sglang-cpu` makes it: one server looked at closely, then a short campaign."""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from longrecall.needles.plant import make_conversations
+from longrecall.needles.recipes import recipe
+from longrecall.needles.render import Ruler
+from longrecall.results.campaign import after_generation_prompt, server_info
+from longrecall.runners.builds import ModelFolder, PreparedBuild, prepare_builds
+from longrecall.runners.client import Question, ask, connect
+from longrecall.runners.engines import ENGINES, ROOT
+from longrecall.runners.patchset import load_patchset
+from longrecall.runners.processes import HeldPort, Server
+from longrecall.runners.schema import Response
+from longrecall.runners.sglang_install import is_complete
+from longrecall.runners.sglang_model import sglang_folder
+
+PATCHSET = ROOT / "patchsets" / "sglang-cpu.toml"
+ENGINE = ENGINES["sglang"]
+pytestmark = pytest.mark.skipif(
+    not is_complete(ROOT / ".venv-sglang"), reason="no .venv-sglang of this version: run `make sglang-cpu`"
+)
+
+
+def made(folder: Path) -> dict[str, PreparedBuild]:
+    model = ModelFolder(path=folder, weights_hash=None, tokenizer_hash=None, template_hash=None)
+    threads = max(1, (os.cpu_count() or 2) // 2)
+    prepared = prepare_builds(load_patchset(PATCHSET), ENGINE, model, threads=threads)
+    return {item.build.build_id: item for item in prepared}
+
+
+def processes_of(trees: set[str]) -> list[str]:
+    """Command lines of the processes, of whatever title, that import SGLang from one of these trees."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = environ.read_bytes().split(b"\0")
+            if any(f"PYTHONPATH={tree}".encode() in variables for tree in trees):
+                found.append((environ.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_shipped_diffs_apply_to_the_installed_sglang(tmp_path: Path) -> None:
+    builds = made(tmp_path)
+    hashes = {item.build.manifest.tree_hash for item in builds.values() if item.build.manifest}
+    assert set(builds) == {"base", "base-again", "keys-3bit", "ffn-scaled-twice", "noop"} and len(hashes) == 4
+    packages = builds["base"].build.manifest.packages if builds["base"].build.manifest else {}
+    assert packages["sglang"] == "0.5.23" and packages["sgl_kernel"].endswith("+longrecall")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PreparedBuild]]:
+    build = made(sglang_folder())["base"]
+    server = Server("base", build.command, build.env, tmp_path_factory.mktemp("base"), HeldPort())
+    server.start()
+    try:
+        asyncio.run(server.wait_ready(600.0))
+        yield server, build
+    finally:
+        server.stop()
+    assert processes_of({str(build.tree)}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_server_runs_what_it_was_asked_to_run(base: tuple[Server, PreparedBuild]) -> None:
+    server, build = base
+    info = asyncio.run(server_info("base", server.url, "/server_info"))
+    assert build.build.manifest is not None
+    assert ENGINE.contradictions(build.build.manifest.args, info) == []
+    assert (info["version"], info["attention_backend"], info["page_size"]) == ("0.5.23", "torch_native", 1)
+    assert ENGINE.told_by_log(server.log_of_this_start())["kv_cache_dtype"] == "torch.bfloat16"
+    asked_otherwise = (*build.build.manifest.args, "--attention-backend", "triton")
+    assert ENGINE.contradictions(asked_otherwise, info) == [
+        "--attention-backend triton: the server runs 'torch_native'"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_prompt_is_the_planned_one_and_the_cache_says_so(base: tuple[Server, PreparedBuild]) -> None:
+    server, _ = base
+    ruler = Ruler.from_folder(sglang_folder())
+    (conversation,) = make_conversations(recipe("reference"), ruler=ruler, rungs=(512,), count=1, seed=3)
+    asked = conversation.asks[0]
+    ask_with = after_generation_prompt(ruler)
+
+    async def replies() -> list[Response]:
+        found = []
+        async with connect("base", server.url, model="x", begun_after_generation_prompt=True) as endpoint:
+            for salt, limit in ((None, None), (None, None), ("alone", 0)):
+                question = Question(
+                    messages=ask_with(conversation, asked), prompt_tokens=asked.prompt_tokens, continue_final=True,
+                    cache_salt=salt, cached_at_most=limit,
+                )  # fmt: skip
+                found.append(await ask(endpoint, question, random.Random(0)))
+            long = Question(
+                messages=[{"role": "user", "content": "word " * 6000}], prompt_tokens=None, continue_final=False
+            )
+            found.append(await ask(endpoint, long, random.Random(0)))
+        return found
+
+    first, again, cold, overlong = asyncio.run(replies())
+    assert [reply.error for reply in (first, again, cold)] == [None, None, None]
+    assert first.prompt_tokens == asked.prompt_tokens and again.cached_tokens == asked.prompt_tokens - 1
+    assert cold.cached_tokens == 0 and again.text == first.text == cold.text
+    assert overlong.error is not None and overlong.error.startswith("overflow:")
+    # The same tokens by number find the whole prompt in the cache: chat messages became exactly the planned prompt.
+    messages = [
+        {"role": turn.role, "content": turn.content} for turn in (*conversation.turns[: asked.turn_end], *asked.tail)
+    ]
+    ids = ruler.encode(messages, continue_final_message=True)
+    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    told = httpx.post(f"{server.url}/generate", json=body, timeout=120, trust_env=False).json()["meta_info"]
+    assert told["prompt_tokens"] == len(ids) == asked.prompt_tokens and told["cached_tokens"] == len(ids) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_short_campaign_convicts_the_lossy_diff_and_leaves_nothing(tmp_path: Path) -> None:
+    trees = {str(item.tree) for item in made(sglang_folder()).values()}
+    command = [
+        sys.executable, "-m", "longrecall.results.main", "eval", str(PATCHSET), "--rungs", "512,1024",
+        "--conversations", "10", "--runs-dir", str(tmp_path), "--start-timeout", "900", "--arms", "warm",
+    ]  # fmt: skip
+    started = time.monotonic()
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / ".ns")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert processes_of(trees) == []
+    (run_dir,) = tmp_path.iterdir()
+    report = json.loads((run_dir / "report.json").read_text())
+    verdicts = {verdict["patch"]: verdict["verdict"] for verdict in report["verdicts"]}
+    assert verdicts["keys-3bit"] == "culprit" and verdicts["ffn-scaled-twice"] == "culprit"
+    assert verdicts["noop"] != "culprit" and report["controls"]["aa"]["passed"] is not False
+    replays = [json.loads(line) for line in (run_dir / "replays.jsonl").read_text().splitlines()]
+    assert all(replay["response"]["error"] is None for replay in replays)
+    # All but the first probe of a rung find the conversation so far in the cache.
+    seen: set[tuple[str, str, int]] = set()
+    for replay in sorted(replays, key=lambda item: item["send_order"]):
+        place = (replay["build_id"], replay["conversation_id"], replay["rung"])
+        response = replay["response"]
+        if place in seen:
+            assert response["cached_tokens"] > 0.8 * response["prompt_tokens"]
+        seen.add(place)
+    print(f"{time.monotonic() - started:.0f} s", verdicts)
