@@ -49,8 +49,9 @@ class ReplayPlan:
         return asks * len(self.build_ids) * len(self.arms) * self.repeats
 
 
-FIRST_CONVERSATIONS = 8
-"""The fewest after which the any-time-valid test can convict (each can at most double the evidence)."""
+FIRST_CONVERSATIONS = 12
+"""Each conversation at most doubles the any-time-valid evidence, and a dozen patch x rung cells ask for 240: 8 at the
+least, and a few more where not every probe is lost."""
 
 
 class Cell:

@@ -132,10 +132,10 @@ def test_builds_take_turns_at_going_first(planted: ModuleType) -> None:
 
 
 def test_base_and_positive_control_go_ahead_through_the_first_conversations(planted: ModuleType) -> None:
-    plan = plan_of(planted.make(12), builds=("base", "a", "bad", "c"), first=("base", "bad"))
+    plan = plan_of(planted.make(16), builds=("base", "a", "bad", "c"), first=("base", "bad"))
     order = [(cell.number, cell.build_id) for cell in cells(plan)]
-    assert order[:8] == [(number, build) for number in range(4) for build in ("base", "bad")]
-    assert len(order) == len(set(order)) == 6 * 4
+    assert order[:12] == [(number, build) for number in range(6) for build in ("base", "bad")]
+    assert len(order) == len(set(order)) == 8 * 4
 
 
 def test_a_second_run_of_the_same_plan_asks_nothing(
