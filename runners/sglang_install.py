@@ -33,6 +33,7 @@ IMPORTED = (
     # the server and the messages between its processes
     "fastapi", "uvicorn>=0.51", "uvloop", "aiohttp", "httpx", "requests", "python-multipart", "pyzmq", "msgspec",
     "orjson", "pybase64", "pydantic", "jsonschema", "watchfiles", "openai==2.8.0", "openai-harmony==0.0.4",
+    "sglang-router==0.3.2",
     # imported at start-up whether or not they are used
     "prometheus-client", "setproctitle", "psutil", "packaging", "partial_json_parser", "interegular",
     "llguidance>=1.7.6,<2", "regex", "tqdm", "xxhash", "zstandard", "IPython", "soundfile==0.13.1", "easydict",

@@ -77,10 +77,10 @@ def launch_plans(
 
 
 def ports_of(deployment: Deployment) -> int:
-    """How many ports one build opens: HTTP and NCCL of each server, the bootstrap of a prefill server, the router's."""
+    """How many ports one build opens: HTTP and NCCL of each server, a prefill's bootstrap, the router's two."""
     if deployment.kind == "replicas":
-        return 2 * deployment.replicas + 1
-    return 3 * deployment.prefill + 2 * deployment.decode + 1
+        return 2 * deployment.replicas + 2
+    return 3 * deployment.prefill + 2 * deployment.decode + 2
 
 
 def plan_build(prepared: PreparedBuild, deployment: Deployment | None, ports: Iterator[int]) -> LaunchPlan:
@@ -116,8 +116,12 @@ def plan_build(prepared: PreparedBuild, deployment: Deployment | None, ports: It
                 extra += ["--disaggregation-bootstrap-port", str(bootstraps[role])]
                 others.append(bootstraps[role])
         servers.append(_server(role, prepared, env, port, tuple(extra), tuple(others), gpus))
-    router_port = next(ports)
-    command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(router_port)]
+    router_port, metrics_port = next(ports), next(ports)
+    # Without retries: what a server failed to answer is counted, not asked again behind our back.
+    command = [
+        python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(router_port),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--disable-retries",
+    ]  # fmt: skip
     if deployment.kind == "pd":
         command += ["--pd-disaggregation"]
         for server in servers:
@@ -128,7 +132,9 @@ def plan_build(prepared: PreparedBuild, deployment: Deployment | None, ports: It
     else:
         command += ["--worker-urls", *(server.url for server in servers)]
     command += ["--policy", deployment.policy]
-    router = Process(name="router", command=tuple(command), env=env, port=router_port)
+    router = Process(
+        name="router", command=tuple(command), env=env, port=router_port, other_ports=(metrics_port,)
+    )  # fmt: skip
     needed = ["sglang-router"]
     if deployment.kind == "pd" and deployment.transfer_backend in _TRANSFER_PACKAGES:
         needed.append(_TRANSFER_PACKAGES[deployment.transfer_backend])

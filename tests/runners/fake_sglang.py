@@ -63,7 +63,7 @@ parser.add_argument("--worker-urls", nargs="+", default=[])
 parser.add_argument("--pd-disaggregation", action="store_true")
 parser.add_argument("--prefill", nargs=2, action="append", default=[])
 parser.add_argument("--decode", action="append", default=[])
-args = parser.parse_args()
+args, rest = parser.parse_known_args()
 WORKER = (args.worker_urls + args.decode)[-1]
 
 class Handler(BaseHTTPRequestHandler):

@@ -406,7 +406,9 @@ def test_prefill_and_decode_are_planned_with_every_port_and_gpu(patchset: Callab
     assert [process.gpus for process in plan.processes] == [(0, 1), (2, 3), (4, 5), ()]
     assert "--disaggregation-bootstrap-port" not in decode.command and "decode" in decode.command
     assert router.command[1:] == (
-        "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(router.port), "--pd-disaggregation",
+        "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(router.port),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(router.other_ports[0]), "--disable-retries",
+        "--pd-disaggregation",
         "--prefill", first.url, "31002", "--prefill", second.url, str(second.other_ports[1]),
         "--decode", decode.url, "--policy", "cache_aware",
     )  # fmt: skip
