@@ -90,7 +90,8 @@ class Options:
     repeats: int = 1
     arms: tuple[Arm, ...] = ("warm",)
     request_timeout_s: float = 300.0
-    start_timeout_s: float = 300.0
+    start_timeout_s: float | None = None
+    """For a server's first token; None: the engine's own."""
     stream: bool = False
     keep_servers: bool = False
 
@@ -683,7 +684,7 @@ async def _start(
     try:
         async with asyncio.TaskGroup() as group:
             for server in started:
-                group.create_task(server.wait_ready(plan.options.start_timeout_s))
+                group.create_task(server.wait_ready(plan.options.start_timeout_s or plan.engine.start_timeout_s))
     except* ServerError as problems:
         raise CampaignError(str(_first(problems))) from None
     if plan.engine.capabilities.server_info:

@@ -44,7 +44,9 @@ def evaluate(
     arms: Annotated[str, typer.Option(help="Cache arms: warm, cold, or both with a comma.")] = "warm",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
     request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for one whole answer.")] = 300.0,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server's first token.")] = 300.0,
+    start_timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds for a server's first token. Default: by engine.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
     keep_servers: Annotated[bool, typer.Option("--keep-servers", help="Leave the servers up until Ctrl-C.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on standard error but errors.")] = False,

@@ -81,6 +81,7 @@ class Engine:
     server_mb: int = 0
     """Memory of one busy server beyond the weights that all share; 0: not known."""
     shared_mb: int = 0
+    start_timeout_s: float = 300.0
     onset_tokens: int | None = None
     info_path: str = "/server_info"
     """Route of the server's own report, when it has one."""
@@ -242,6 +243,7 @@ ENGINES: Mapping[str, Engine] = {
             ladders_at_once=1,
             server_mb=2600,
             shared_mb=600,
+            start_timeout_s=1800.0,  # weights of hundreds of gigabytes; five servers on two cores take four minutes
         ),
         Engine(
             name="openai",

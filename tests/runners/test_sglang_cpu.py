@@ -134,7 +134,7 @@ def test_a_short_campaign_convicts_the_lossy_diff_and_leaves_nothing(tmp_path: P
     trees = {str(item.tree) for item in made(sglang_folder()).values()}
     command = [
         sys.executable, "-m", "longrecall.results.main", "eval", str(PATCHSET), "--rungs", "512,1024",
-        "--conversations", "10", "--runs-dir", str(tmp_path), "--start-timeout", "900", "--arms", "warm",
+        "--conversations", "10", "--runs-dir", str(tmp_path), "--arms", "warm",
     ]  # fmt: skip
     started = time.monotonic()
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / ".ns")}, capture_output=True, text=True)
