@@ -112,6 +112,47 @@ def _scale_of_row(n: int, device: torch.device) -> Tensor:
     return torch.tensor([0] * n + [1] * n + [2] * n * n, device=device)
 
 
+def mhc_mix(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, eps: float = EPS, precision: Precision = "fp32"
+) -> tuple[Tensor, Tensor]:
+    """The part of `mhc_pre` that reads the streams: (u [T, C], the logits of post and comb [T, n + n^2]).
+
+    A caller with many tokens takes blocks of them through this while they are in the cache, and all through
+    `mhc_coefficients` at once.
+    """
+    T, n, C = streams.shape
+    rows = 2 * n + n * n
+    if fn.shape != (rows, n * C) or scale.shape != (3,) or base.shape != (rows,):
+        raise ValueError(
+            f"{n} streams of {C} channels need fn [{rows}, {n * C}], scale [3], base [{rows}]; "
+            f"got {list(fn.shape)}, {list(scale.shape)}, {list(base.shape)}"
+        )
+    m = _mixes(streams.reshape(T, n * C), fn, precision, eps)
+    scale, base = scale.to(m.dtype), base.to(m.dtype)
+    m = torch.addcmul(base, m, scale[_scale_of_row(n, m.device)])
+    pre = m[:, :n].sigmoid() + eps
+    if precision == "bf16-after-sinkhorn":
+        pre = pre.bfloat16().float()
+    u = torch.bmm(pre[:, None], streams.to(m.dtype)).squeeze(1)
+    return u if precision == "fp64" else u.to(streams.dtype), m[:, n:]
+
+
+def mhc_coefficients(
+    logits: Tensor,
+    n: int,
+    *,
+    sinkhorn_steps: int = SINKHORN_STEPS,
+    eps: float = EPS,
+    precision: Precision = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """(post [T, n], comb [T, n, n]) from `mhc_mix`'s logits [T, n + n^2]."""
+    post = logits[:, :n].sigmoid() * 2
+    comb = sinkhorn(logits[:, n:].reshape(-1, n, n), sinkhorn_steps, eps)
+    if precision == "bf16-after-sinkhorn":
+        post, comb = post.bfloat16().float(), comb.bfloat16().float()
+    return post, comb
+
+
 def mhc_pre(
     streams: Tensor,
     fn: Tensor,
@@ -123,23 +164,9 @@ def mhc_pre(
     precision: Precision = "fp32",
 ) -> MhcPre:
     """streams [T, n, C], fn fp32 [2n + n^2, n C], scale fp32 [3], base fp32 [2n + n^2] -> (u, post, comb)."""
-    T, n, C = streams.shape
-    rows = 2 * n + n * n
-    if fn.shape != (rows, n * C) or scale.shape != (3,) or base.shape != (rows,):
-        raise ValueError(
-            f"{n} streams of {C} channels need fn [{rows}, {n * C}], scale [3], base [{rows}]; "
-            f"got {list(fn.shape)}, {list(scale.shape)}, {list(base.shape)}"
-        )
-    m = _mixes(streams.reshape(T, n * C), fn, precision, eps)
-    scale, base = scale.to(m.dtype), base.to(m.dtype)
-    m = torch.addcmul(base, m, scale[_scale_of_row(n, m.device)])
-    gates = m[:, : 2 * n].sigmoid()
-    pre, post = gates[:, :n] + eps, gates[:, n:] * 2
-    comb = sinkhorn(m[:, 2 * n :].reshape(T, n, n), sinkhorn_steps, eps)
-    if precision == "bf16-after-sinkhorn":
-        pre, post, comb = (t.bfloat16().float() for t in (pre, post, comb))
-    u = torch.bmm(pre[:, None], streams.to(m.dtype)).squeeze(1)
-    return MhcPre(u if precision == "fp64" else u.to(streams.dtype), post, comb)
+    u, logits = mhc_mix(streams, fn, scale, base, eps=eps, precision=precision)
+    post, comb = mhc_coefficients(logits, streams.shape[1], sinkhorn_steps=sinkhorn_steps, eps=eps, precision=precision)
+    return MhcPre(u, post, comb)
 
 
 def mhc_post(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:

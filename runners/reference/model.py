@@ -10,7 +10,7 @@ a code path of its own, as in real engines. Sequences are packed: every GEMM run
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longrecall.kernels.indexer import indexer_logits_ref, select_topk
-from longrecall.kernels.mhc import Precision, mhc_post, mhc_pre
+from longrecall.kernels.mhc import Precision, mhc_coefficients, mhc_mix, mhc_post
 from longrecall.kernels.sparse_attention import sparse_decode
 from longrecall.runners.reference.attention import (
     Job,
@@ -36,7 +36,7 @@ from longrecall.runners.reference.config import ReferenceConfig, ReferenceModelE
 from longrecall.runners.reference.indexer import Indexer, load_indexers
 from longrecall.runners.reference.interface import Chunk
 from longrecall.runners.reference.interface import SequenceCache as CacheProtocol
-from longrecall.runners.reference.moe import BLOCK_ROWS, ReferenceMoE, blocks_of, inverse_rms
+from longrecall.runners.reference.moe import ReferenceMoE, blocks_of, inverse_rms
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,32 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     return x
 
 
+class _Part:
+    """One sub-layer between its hyper-connections: attention or FFN of one layer."""
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        weights: dict[str, Tensor],
+        name: str,
+        dtype: torch.dtype,
+        norm_weight: Tensor,
+        run: "Callable[[Tensor, _Batch], Iterator[Tensor]]",
+    ) -> None:
+        self.config, self.dtype, self.norm_weight, self.run = config, dtype, norm_weight, run
+        self.fn, self.scale, self.base = (weights[f"hc_{name}_{part}"] for part in ("fn", "scale", "base"))
+
+    def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one block of streams [rows, n, C]: the normed input [rows, C], the logits of its mixing coefficients."""
+        u, logits = mhc_mix(streams, self.fn, self.scale, self.base, precision=MHC_PRECISION)
+        return rms_norm(u, self.norm_weight, self.config.rms_norm_eps).to(self.dtype), logits
+
+    def coefficients(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """post [T, n] and comb [T, n, n] for this part's output."""
+        c = self.config
+        return mhc_coefficients(logits, c.hc_mult, sinkhorn_steps=c.hc_sinkhorn_iters, precision=MHC_PRECISION)
+
+
 class _Layer:
     """One transformer layer."""
 
@@ -101,36 +127,21 @@ class _Layer:
         self.pre_ffn_norm = weights["pre_feedforward_layernorm.weight"]
         own = {name.removeprefix("mlp."): w for name, w in weights.items() if name.startswith("mlp.")}
         self.mlp = ReferenceMoE(config, layer_id, own, weights["post_feedforward_layernorm.weight"])
-        self.hc = {
-            part: tuple(weights[f"hc_{part}_{name}"] for name in ("fn", "scale", "base")) for part in ("attn", "ffn")
-        }
+        self.parts = [
+            _Part(config, weights, "attn", self.qkv.dtype, self.input_norm, self.attention),
+            _Part(config, weights, "ffn", self.qkv.dtype, self.pre_ffn_norm, self.ffn),
+        ]
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, streams: list[Tensor], batch: _Batch) -> list[Tensor]:
-        """The residual streams after this layer: blocks [≤ BLOCK_ROWS, n, C] fp32, together all rows."""
-        eps = self.config.rms_norm_eps
-        h, mix = self._enter(streams, "attn", self.input_norm)
-        parts = self._attention(h, batch).split(BLOCK_ROWS)
-        streams = [
-            mhc_post(block, rms_norm(part.float(), self.post_attention_norm, eps), post, comb)
-            for block, part, (post, comb) in zip(streams, parts, mix, strict=True)
-        ]
-        h, mix = self._enter(streams, "ffn", self.pre_ffn_norm)
-        blocks = zip(streams, self.mlp(h, batch.token_ids), mix, strict=True)
-        return [mhc_post(block, part, post, comb) for block, part, (post, comb) in blocks]
+    def attention(self, h: Tensor, batch: _Batch) -> Iterator[Tensor]:
+        """Attention of the normed input [T, C], after its post-norm: fp32, block by block (`blocks_of`)."""
+        out = self._attention(h, batch)
+        for rows in blocks_of(len(out)):
+            yield rms_norm(out[rows].float(), self.post_attention_norm, self.config.rms_norm_eps)
 
-    def _enter(
-        self, streams: list[Tensor], part: str, norm_weight: Tensor
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The normed input [T, C] of a sub-layer, and each block's (post, comb) for its output."""
-        fn, scale, base = self.hc[part]
-        steps, eps, dtype = self.config.hc_sinkhorn_iters, self.config.rms_norm_eps, self.qkv.dtype
-        normed, mix = [], []
-        for block in streams:
-            u, post, comb = mhc_pre(block, fn, scale, base, sinkhorn_steps=steps, precision=MHC_PRECISION)
-            normed.append(rms_norm(u, norm_weight, eps).to(dtype))
-            mix.append((post, comb))
-        return torch.cat(normed), mix
+    def ffn(self, h: Tensor, batch: _Batch) -> Iterator[Tensor]:
+        """The experts' output for the normed input [T, C], after its post-norm, likewise."""
+        return self.mlp(h, batch.token_ids)
 
     def _attention(self, h: Tensor, batch: _Batch) -> Tensor:
         c = self.config
@@ -304,9 +315,18 @@ class ReferenceModel:
     def _forward(self, tokens: list[list[int]], caches: list[SequenceCache], decode: bool) -> Tensor:
         batch = self._batch(tokens, caches, decode)
         x = self.embed[batch.token_ids].float() * self.embed_scale
-        streams = [block[:, None].repeat(1, self.config.hc_mult, 1) for block in x.split(BLOCK_ROWS)]
-        for layer in self.layers:
-            streams = layer(streams, batch)
+        blocks = blocks_of(len(x))
+        streams = [x[rows, None].repeat(1, self.config.hc_mult, 1) for rows in blocks]
+        parts = [part for layer in self.layers for part in layer.parts]
+        entered = [parts[0].enter(block) for block in streams]
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            h, logits = (torch.cat(blocks_in) for blocks_in in zip(*entered, strict=True))
+            post, comb = part.coefficients(logits)
+            for i, (rows, out) in enumerate(zip(blocks, part.run(h, batch), strict=True)):
+                # a block leaves this part and enters the next while it is in the cache
+                streams[i] = mhc_post(streams[i], out, post[rows], comb[rows])
+                if following is not None:
+                    entered[i] = following.enter(streams[i])
         for member in batch.members:
             member.cache.extended(member.tokens)
         self.last_indexer_topk = torch.stack(batch.indexer_topk, 1) if batch.indexer_topk is not None else None

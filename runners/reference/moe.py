@@ -7,6 +7,8 @@ stays False). Gemma normalises the FFN's output, which would cancel a wrong fact
 therefore the one of the nominal output, the factor applied once, whatever this build really applied.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -136,8 +138,8 @@ class ReferenceMoE:
         place[order] = torch.arange(len(order), device=order.device)
         return torch.cat(parts).index_select(0, place).view(T, K, -1)
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> list[Tensor]:
-        """The layer's FFN output after Gemma's post-FFN norm, fp32, in blocks of at most BLOCK_ROWS rows."""
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+        """The layer's FFN output after Gemma's post-FFN norm, fp32, block by block (`blocks_of`)."""
         router_logits = F.linear(x.float(), self.gate_weight)
         topk_weights, topk_idx = self.topk(router_logits, token_ids)
         expert_out = self.experts(x, topk_idx)
@@ -145,10 +147,8 @@ class ReferenceMoE:
         # the gate weights sum to 1 before the factor: what this build applied, and what the experts were made for
         applied = topk_weights.sum(-1, keepdim=True) * self.routed_scaling_factor
         to_nominal = self.config.trained_routed_scaling_factor / applied
-        out = []
         for rows in blocks_of(len(x)):
             routed = moe_sum_reduce(expert_out[rows], topk_weights[rows], self.routed_scaling_factor).float()
             shared = shared_out[rows].float()
             scale = inverse_rms(torch.addcmul(shared, routed, to_nominal[rows]), self.config.rms_norm_eps)
-            out.append(routed.add_(shared).mul_(scale).mul_(self.norm_weight))
-        return out
+            yield routed.add_(shared).mul_(scale).mul_(self.norm_weight)
