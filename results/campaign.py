@@ -557,7 +557,7 @@ async def _ask_all(
         stop=STOP,
         seed=campaign.seed,
         first=tuple(build.build_id for build in campaign.builds if build.role in ("base", "positive-control")),
-        conversations_at_once=1 if plan.engine.shares_prefill else plan.engine.ladders_at_once or campaign.block_size,
+        conversations_at_once=plan.engine.ladders_at_once or campaign.block_size,
         whole_ladder=plan.engine.shares_prefill,
     )
     planned = replay_plan.n_planned
