@@ -151,10 +151,17 @@ def make_base_tree(
 ) -> tuple[Path, str]:
     """Copy the base source into the store; returns its folder and hash.
 
-    The hash is of the copied bytes, so an edit of the checkout during the copy cannot make it lie.
+    The hash is of the copied bytes, so an edit of the checkout during the copy cannot make it lie. A source that is in
+    the store already, to the byte, is not copied: SGLang's has thousands of files.
     """
-    temp = _new_temp(store)
+    temp = None
     try:
+        known = hash_tree(root, folders, suffixes)
+        kept = store / known[:16]
+        if kept.is_dir() and hash_tree(kept, folders, suffixes) == known:
+            os.utime(kept)
+            return kept, known
+        temp = _new_temp(store)
         for relative in source_files(root, folders, suffixes):
             target = temp / relative
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +171,8 @@ def make_base_tree(
     except OSError as problem:
         raise BuildError(f"cannot copy the base source from {root} to {store}: {problem}") from None
     finally:
-        shutil.rmtree(temp, ignore_errors=True)
+        if temp is not None:
+            shutil.rmtree(temp, ignore_errors=True)
 
 
 def make_patched_tree(

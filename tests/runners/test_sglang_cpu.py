@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,12 +18,12 @@ from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler
 from longrecall.results.campaign import after_generation_prompt, server_info
-from longrecall.runners.builds import ModelFolder, PreparedBuild, prepare_builds
+from longrecall.runners.builds import ModelFolder, PreparedBuild, changed_keys, prepare_builds
 from longrecall.runners.client import Question, ask, connect
 from longrecall.runners.engines import ENGINES, ROOT
 from longrecall.runners.patchset import load_patchset
 from longrecall.runners.processes import HeldPort, Server
-from longrecall.runners.schema import Response
+from longrecall.runners.schema import Deployment, Response
 from longrecall.runners.sglang_install import is_complete
 from longrecall.runners.sglang_model import sglang_folder
 
@@ -126,6 +127,32 @@ def test_the_prompt_is_the_planned_one_and_the_cache_says_so(base: tuple[Server,
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     told = httpx.post(f"{server.url}/generate", json=body, timeout=120, trust_env=False).json()["meta_info"]
     assert told["prompt_tokens"] == len(ids) == asked.prompt_tokens and told["cached_tokens"] == len(ids) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
+    build = made(sglang_folder())["base"]
+    patchset = replace(load_patchset(PATCHSET), deployment=Deployment(kind="replicas", policy="round_robin"))
+    group = ENGINE.server(build, patchset, tmp_path, 0)
+    question = Question(
+        messages=[{"role": "user", "content": "Hello"}], prompt_tokens=None, continue_final=False, max_tokens=2
+    )
+
+    async def use() -> list[Response]:
+        await group.wait_ready(900.0)
+        async with connect("base", group.url, model=str(sglang_folder())) as endpoint:
+            return [await ask(endpoint, question, random.Random(0)) for _ in range(4)]
+
+    try:
+        group.start()
+        replies = asyncio.run(use())
+        infos = [asyncio.run(server_info(name, url, "/server_info")) for name, url in group.info_urls().items()]
+    finally:
+        group.stop()
+    assert [reply.error for reply in replies] == [None] * 4 and len({reply.text for reply in replies}) == 1
+    assert len(infos) == 2 and changed_keys(infos[0], infos[1], ENGINE) == []
+    assert processes_of({str(build.tree)}) == []
 
 
 @pytest.mark.slow
