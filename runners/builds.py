@@ -531,13 +531,16 @@ def with_server_info(build: Build, info: dict[str, object] | None) -> Build:
 
 
 def without_secrets(info: Mapping[str, object]) -> dict[str, object]:
-    """A server's report with the values of its keys and passwords hashed (SGLang reports `api_key`)."""
+    """A server's report, values of keys and passwords hashed (SGLang reports `api_key`), the home folder as ~."""
+    home = f"{Path.home()}/"
 
     def clean(key: str, value: object) -> object:
         if isinstance(value, Mapping):
             return {name: clean(str(name), item) for name, item in value.items()}
         if isinstance(value, str) and value and _SECRET_KEY.search(key):
             return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:12]}"
-        return value
+        if isinstance(value, list):
+            return [clean(key, item) for item in value]
+        return value.replace(home, "~/") if isinstance(value, str) and home != "//" else value
 
     return {key: clean(key, value) for key, value in info.items()}

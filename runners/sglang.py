@@ -89,7 +89,7 @@ def _agrees(wanted: str | None, told: object) -> bool:
             return False
     if isinstance(told, list | tuple):
         return wanted.split() == [str(item) for item in told]
-    return str(told) == wanted
+    return str(told) in (wanted, wanted.replace(f"{Path.home()}/", "~/"))  # as the stored report writes paths
 
 
 def told_by_log(text: str) -> dict[str, object]:

@@ -25,6 +25,7 @@ from longrecall.runners.builds import (
     check_builds,
     prepare_builds,
     with_server_info,
+    without_secrets,
 )
 from longrecall.runners.cli import builds as builds_command
 from longrecall.runners.engines import ENGINES, engine_of
@@ -329,6 +330,9 @@ def test_two_starts_of_one_build_say_the_same_and_no_secret_is_kept(
     check_builds([with_server_info(made[name].build, told[name]) for name in told], asked, ENGINE)
     assert told["base"]["startup_time"] != told["base-again"]["startup_time"]
     assert "very-secret" not in json.dumps(told)
+    asked = {"states": [{"api_key": "k", "model_path": f"{Path.home()}/m"}], "n": 3}
+    assert without_secrets(asked)["n"] == 3
+    assert without_secrets(asked)["states"] == [{"api_key": "sha256:8254c329a928", "model_path": "~/m"}]
 
 
 def test_flags_are_found_in_the_report_under_sglangs_own_names() -> None:
