@@ -8,6 +8,7 @@ computed wait for it instead of computing it again.
 The engine knows token ids, text and sampling; HTTP is server.py's.
 """
 
+import ctypes
 import logging
 import threading
 import time
@@ -98,6 +99,18 @@ class _Sequence:
     @property
     def budget_tokens(self) -> int:
         return len(self.tokens) + self.request.sampling.max_tokens
+
+
+IDLE_S = 0.5
+"""Without a request for so long, a server returns freed memory to the system."""
+
+
+def _give_memory_back() -> None:
+    """glibc keeps what a batch freed (a gigabyte and more); other libcs have no such call and need none."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return
 
 
 class Engine:
@@ -191,8 +204,12 @@ class Engine:
         """Move new requests into the waiting list, waiting for some when there is nothing to do; False to stop."""
         with self._changed:
             idle = not (self._waiting or self._prefilling or self._running)
+            trimmed = False
             while not (self._inbox or self._flush or self._stopping) and idle:
-                self._changed.wait()
+                if not self._changed.wait(None if trimmed else IDLE_S) and not trimmed:
+                    # a campaign holds a server per build and asks one after another: what a batch needed goes back
+                    _give_memory_back()
+                    trimmed = True
             if idle and self._inbox:
                 self._wait_for_company()
             arrived = list(self._inbox)
