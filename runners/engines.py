@@ -241,7 +241,7 @@ ENGINES: Mapping[str, Engine] = {
             begun_after_generation_prompt=True,
             # Batches then hold the probes of one conversation at one rung, whatever the others take: quieter replies.
             ladders_at_once=1,
-            server_mb=2600,
+            server_mb=2600,  # an estimate: 2 GB in three processes was seen idle, on the CPU
             shared_mb=600,
             start_timeout_s=1800.0,  # weights of hundreds of gigabytes; five servers on two cores take four minutes
         ),
