@@ -67,6 +67,8 @@ def _ruler(
         folder = reference_folder()
     else:
         folder = Path(tokenizer).expanduser()
+        if not folder.exists():
+            raise RulerError(f"--tokenizer {tokenizer}: there is no such file or folder")
     if template is not None:
         path = folder if folder.suffix == ".json" else folder / "tokenizer.json"
         return Ruler.from_files(path, template, template_args=variables)
@@ -80,7 +82,7 @@ def make(
     out: Annotated[Path, typer.Option(help="Folder of the set.")],
     recipe: Annotated[str, typer.Option(help="Built-in recipe or a .toml file.")] = "reference",
     rungs: Annotated[str, typer.Option(help="Prompt lengths in tokens, template included.")] = "1024,4096",
-    count: Annotated[int, typer.Option(help="Conversations.")] = 40,
+    count: Annotated[int, typer.Option(min=1, help="Conversations.")] = 40,
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
     residues: Annotated[
         str | None, typer.Option(help="Ask each rung at these remainders: 0,1,2,3/4 (largest such lengths).")
@@ -167,7 +169,7 @@ def show(
         _fail(str(error))
     if found is None:
         _fail(f"{path} has no conversation number {conversation}")
-    chosen = rung if rung is not None else found.rungs[0]
+    chosen = rung if rung is not None else next(iter(found.rungs), None)
     if chosen not in found.rungs:
         _fail(f"{found.conversation_id} has no rung {chosen}; its rungs are {', '.join(map(str, found.rungs))}")
     console = Console()
@@ -180,6 +182,10 @@ def show(
         console.print(f"{turn.turn_index:>4} {turn.role:<9} {mark}{escape(text)}[/]", highlight=False)
     table = Table("probe", "kind", "question", "gold", "depth %", "distance", box=None)
     probes = {probe.probe_id: probe for probe in found.probes}
+    if lost := [ask.probe_id for ask in asks if ask.probe_id not in probes]:
+        _fail(
+            f"{path}: {found.conversation_id} asks {lost[0]}, which does not exist; `longrecall needles lint` says more"
+        )
     for ask in asks:
         probe = probes[ask.probe_id]
         gold = probe.gold if len(probe.gold) < 40 else f"{probe.gold[:37]}…"

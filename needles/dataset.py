@@ -371,13 +371,22 @@ def iter_parquet(path: str | Path) -> Iterator[Conversation]:
     with file:
         if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
             raise SetError(f"{path} is not a set of conversations: it has no column {missing[0]!r}")
-        for batch in file.iter_batches(batch_size=16):
-            for row in batch.to_pylist():
-                if row["schema_version"] != SCHEMA_VERSION:
-                    raise SetError(
-                        f"{path} has schema version {row['schema_version']}; this program reads {SCHEMA_VERSION}"
-                    )
-                yield from_row(row)
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=16):
+                for row in batch.to_pylist():
+                    if row["schema_version"] != SCHEMA_VERSION:
+                        raise SetError(
+                            f"{path} has schema version {row['schema_version']}; this program reads {SCHEMA_VERSION}"
+                        )
+                    try:
+                        conversation = from_row(row)
+                    except (KeyError, TypeError) as error:
+                        raise SetError(f"{path}, row {number}: not a conversation: {error}") from error
+                    yield conversation
+                    number += 1
+        except (pa.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+            raise SetError(f"{path} is damaged after row {number}: {error}") from error
 
 
 def read_parquet(path: str | Path) -> list[Conversation]:

@@ -228,7 +228,9 @@ def load_recipe(path: str | Path) -> Recipe:
     if not isinstance(elements, list) or not elements or not all(isinstance(element, dict) for element in elements):
         raise RecipeError(f"{path} has no [[elements]] table: a recipe plants at least one element")
     content.setdefault("name", Path(path).stem)
-    if isinstance(content.get("filler"), dict):
+    if "filler" in content and not isinstance(content["filler"], dict):
+        raise RecipeError(f"{path}: filler = {content['filler']!r} is not possible; a [filler] table is right")
+    if "filler" in content:
         content["filler"] = _checked(Filler, content["filler"], f"{path}, [filler]")
     for key in ("depth", "turn_tokens"):
         if isinstance(content.get(key), list):
@@ -254,6 +256,8 @@ def _checked(kind: type, values: Mapping[str, Any], where: str) -> Any:
         value = values[name]
         if field.type in (bool, int, str) and type(value) is not field.type:  # True is an int to isinstance
             raise RecipeError(f"{where}: {name} = {value!r} is not possible; {_TYPE_NAMES[field.type]} is right")
+        if field.type == int | None and type(value) is not int:
+            raise RecipeError(f"{where}: {name} = {value!r} is not possible; {_TYPE_NAMES[int]} is right")
     return kind(**values)
 
 
@@ -267,6 +271,8 @@ def validate(checked: Recipe, where: str) -> None:
         if value not in options:
             refuse(key, value, f"one of {', '.join(options)}")
 
+    if not checked.name or len(checked.name) > 100 or not checked.name.isprintable() or "/" in checked.name:
+        refuse("name", checked.name, "it begins every conversation's id: 1 to 100 characters, no slash or line break")
     one_of("split", checked.split, SPLITS)
     one_of("scope", checked.scope, ("first", "all"))
     if not isinstance(checked.depth, tuple) and checked.depth not in ("uniform", "grid"):

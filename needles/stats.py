@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longrecall.needles.dataset import canonical_bytes
+from longrecall.needles.dataset import SetError, canonical_bytes
 from longrecall.needles.lint import Baselines
 from longrecall.needles.schema import Conversation
 
@@ -51,6 +51,8 @@ def count(conversations: Iterable[Conversation]) -> Counted:
         baselines.add(conversation)
         kinds = {probe.probe_id: probe.kind for probe in conversation.probes}
         for ask in conversation.asks:
+            if ask.probe_id not in kinds:
+                raise SetError(f"{conversation.conversation_id} asks {ask.probe_id}, which does not exist")
             places.setdefault((kinds[ask.probe_id], ask.rung), []).append((ask.depth_pct, ask.distance_tokens))
     cells = []
     for (kind, rung), found in sorted(places.items()):

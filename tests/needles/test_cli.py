@@ -53,7 +53,7 @@ def test_residues_are_asked(tmp_path: Path, tekken_folder: Path) -> None:
         (["--residues", "1,2"], "names no modulus"),
         (["--template-args", "[1]"], "is not a JSON object"),
         (["--template", "missing.jinja"], "missing.jinja"),
-        (["--tokenizer", "missing"], "missing/tokenizer"),
+        (["--tokenizer", "missing"], "--tokenizer missing: there is no such file or folder"),
     ],
 )
 def test_wrong_arguments_exit_2_with_one_message_and_leave_nothing(
@@ -99,6 +99,24 @@ def test_broken_sets_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(SetError, match="no column 'schema_version'"):
         read_parquet(tmp_path / "other.parquet")
+
+
+def test_a_set_that_is_no_set_inside_is_named(tmp_path: Path, tekken: Ruler) -> None:
+    path = tmp_path / "set.parquet"
+    write_parquet(make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=2, seed=0), path)
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[1]["facts"] = None
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    for command in ("lint", "show", "stats"):
+        result = run.invoke(app, [command, str(path), *(["--conversation", "1"] if command == "show" else [])])
+        assert result.exit_code == 2 and "set.parquet, row 1: not a conversation" in result.stderr
+    rows = table.to_pylist()
+    rows[0]["asks"][0]["probe_id"] = "nowhere"
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    for command in ("show", "stats"):
+        result = run.invoke(app, [command, str(path)])
+        assert result.exit_code == 2 and "asks nowhere, which does not exist" in result.stderr
 
 
 def test_failed_write_leaves_the_old_set(tmp_path: Path, tekken: Ruler) -> None:

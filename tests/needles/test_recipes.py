@@ -46,6 +46,9 @@ def test_toml_recipe_is_read(tmp_path: Path) -> None:
         (("count = 8", "count = 0"), "count = 0 is not possible; between 1 and 512"),
         (("count = 8", 'count = "8"'), "count = '8' is not possible; a whole number is right"),
         (("look_alike = 2", "look_alike = 1"), "look_alike = 1"),
+        (("look_alike = 2", "look_alike = 2.5"), "look_alike = 2.5 is not possible; a whole number is right"),
+        (("look_alike = 2", 'probes = "all"'), "probes = 'all' is not possible; a whole number is right"),
+        (("name = ", 'name = "../up"\n# '), "name = '../up' is not possible"),
         (("depth = [10, 90.5]", "depth = [10, 101]"), "percents lie between 0 and 100"),
         (("depth = [10, 90.5]", 'depth = "deep"'), '"uniform", "grid" or a list'),
         (("turn_tokens = [30, 60]", "turn_tokens = [60, 30]"), "the smaller first"),
@@ -61,6 +64,11 @@ def test_wrong_recipe_is_one_clear_error(change: tuple[str, str], message: str, 
     with pytest.raises(RecipeError, match=message) as caught:
         load_recipe(path)
     assert "mine.toml" in str(caught.value)
+
+
+def test_filler_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"filler = 5 is not possible; a \[filler\] table is right"):
+        load_recipe(write(tmp_path, "filler = 5\n[[elements]]\ncount = 1\n"))
 
 
 def test_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
