@@ -50,6 +50,7 @@ _NEGATED_AFTER = re.compile(
     r"^[\s'\"),]{0,3}(?:(?:is|was) (?:wrong|old|outdated|the old|no longer)|(?:before|earlier|previously|at first)\b)",
     re.I,
 )
+_DENIED_BEFORE = re.compile(r"(?:\b(?:not|never)|n't) (?:the |an? )?['\"(]?$", re.I)
 _HEDGE = re.compile(
     r"\b(?:or|could|might|may be|maybe|perhaps|possibly|also|alternatively|either|another|as well)\b|/", re.I
 )
@@ -133,6 +134,8 @@ def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Contai
         if any(gold.startswith(last.canonical) and gold != last.canonical for gold in reader.gold):
             return Grade("truncated", None)
     wrong = [m for m in chosen if m.canonical not in reader.gold]
+    if not wrong and all(_DENIED_BEFORE.search(segment[: m.start]) for m in values if m.canonical in reader.gold):
+        return Grade("other", reader.written(segment, chosen[0]))  # "it is not 48213"
     if not wrong:
         return Grade("ok", reader.written(segment, chosen[0]))
     return Grade(reader.classify(wrong), reader.written(segment, wrong[0]))
@@ -167,12 +170,28 @@ def _grade_abstention(body: str, conversation: Conversation, foreign: Container[
     for value, written in seen.items():
         if value in planted:
             return Grade("distractor", written)
-    if _REFUSAL.search(body):
-        return Grade("ok", None)
-    for value, written in seen.items():
+    refused = _REFUSAL.search(body) is not None
+    # "Sorry, it is 70011" invents all the same; a word of another conversation may stand in any refusal
+    told = {value: written for value, written in seen.items() if not refused or _digits(value) >= 3}
+    for value, written in told.items():
         if value in foreign:
             return Grade("foreign", written)
+    if refused:
+        lengths = {_digits(value) for value in planted}
+        dates = _dates_in(body)
+        for value, written in told.items():
+            if value.isdigit() and len(value) in lengths and not any(written in date for date in dates):
+                return Grade("other", written)
+        return Grade("ok", None)
     return Grade("truncated" if cut else "other", body.strip()[:80])
+
+
+def _digits(value: str) -> int:
+    return sum(character.isdigit() for character in value)
+
+
+def _dates_in(text: str) -> list[str]:
+    return [text[m.start : m.end] for m in read_values(text, "date")]
 
 
 def _grade_verbatim(body: str, probe: Probe, *, cut: bool) -> Grade:
@@ -228,7 +247,9 @@ class _Reader(NamedTuple):
         mentions = read_values(segment, self.kind, max_words=self.max_words, length=self.n_digits)
         if self.kind == "digits":
             slack = 1 if self.n_digits >= 3 else 0
-            return [m for m in mentions if self._known(m) or abs(len(m.canonical) - self.n_digits) <= slack]
+            near = [m for m in mentions if self._known(m) or abs(len(m.canonical) - self.n_digits) <= slack]
+            dates = read_values(segment, "date") if near[1:] else []  # the year of "on 3 May 2031" is not an answer
+            return [m for m in near if self._known(m) or not any(d.start <= m.start < d.end for d in dates)]
         if self.kind in ("words", "literal"):
             return _longest([m for m in mentions if self._known(m)])
         if self.kind == "amount":
