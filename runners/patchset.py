@@ -167,6 +167,17 @@ def changes_build(patch: Patch) -> bool:
     )
 
 
+def _is_base(patch: Patch, env: Mapping[str, str], args: tuple[str, ...]) -> bool:
+    """Whether the patch only repeats what every build is launched with: it would be exonerated untested."""
+    if not (patch.env or patch.args) or patch.endpoint:
+        return False
+    if patch.diffs or patch.model_override or patch.source_patcher or patch.build_command:
+        return False
+    size = len(patch.args)
+    repeated = any(args[i : i + size] == patch.args for i in range(len(args) - size + 1))
+    return repeated and all(env.get(name) == value for name, value in patch.env.items())
+
+
 def parse_patchset(text: str, path: Path) -> PatchSet:
     """The patchset written in `text`; `path` is the file it came from, which diffs are relative to."""
     try:
@@ -193,14 +204,24 @@ def parse_patchset(text: str, path: Path) -> PatchSet:
         if patch.patch_id in seen:
             raise PatchsetError(f"{where}: two patches have the id {patch.patch_id!r}")
         seen.add(patch.patch_id)
+    env, args, name = (
+        _env(table, where),
+        _strings(table, "args", where),
+        _string(table, "name", where, default=path.stem),
+    )
+    if not name or len(name) > 100 or re.search(r"[/\\\x00-\x1f]", name):
+        raise PatchsetError(f"{where}: name = {name!r} names run folders: 1 to 100 characters, no slash or line break")
+    for patch in patches:
+        if _is_base(patch, env, args):
+            raise PatchsetError(f"{where}: patch {patch.patch_id!r}: the base has its env and args already: no change")
     return PatchSet(
-        name=_string(table, "name", where, default=path.stem),
+        name=name,
         path=str(path),
         engine=_string(table, "engine", where),
         source=_string(table, "source", where) if "source" in table else None,
         python=_string(table, "python", where) if "python" in table else None,
-        env=_env(table, where),
-        args=_strings(table, "args", where),
+        env=env,
+        args=args,
         model_override=_override(table, where),
         deployment=_deployment(table, where),
         patches=patches,

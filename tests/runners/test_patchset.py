@@ -49,6 +49,9 @@ def test_a_good_file_is_read_whole(file: Path) -> None:
     ("old", "new", "said"),
     [
         ("diffs =", "diff =", "patch 'fp8-keys': unknown key 'diff'; did you mean 'diffs'?"),
+        ('name = "demo"', 'name = "../demo"', "name = '../demo' names run folders"),
+        ('"--index-topk", "16"', '"--index-topk", "512"', "patch 'known-bad': the base has its env and args already"),
+        ('args = ["--index-topk", "16"]', 'env = { A = "1" }', "patch 'known-bad': the base has its env and args"),
         ("margin =", "margn =", "unknown key 'margn'; did you mean 'margin'?"),
         ("[[patch]]", "[[patches]]", "unknown key 'patches'; did you mean 'patch'?"),
         ('"keys.diff"', '"keyz.diff"', "diff 'keyz.diff' is not a file"),
