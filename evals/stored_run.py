@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
 
-from longrecall.evals.schema import VerdictConfig
+from longrecall.evals.schema import SCHEMA_VERSION, VerdictConfig
 from longrecall.evals.scores_file import ScoresError, read_scores_table
 from longrecall.runners.schema import Build
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What is checked by type; a field that a newer version added is ignored."""
+
+    rungs: tuple[int, ...]
+    verdict: VerdictConfig
+
+
+_ADAPTER = TypeAdapter(_Checked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +51,34 @@ def load_run(path: Path) -> StoredRun:
         raise ScoresError(f"{path} is not a run folder: it has no campaign.json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ScoresError(f"{campaign}: not JSON ({error})") from None
+    except OSError as error:
+        raise ScoresError(f"{campaign}: cannot be read: {error.strerror}") from None
+    version = stored.get("schema_version", 1) if isinstance(stored, dict) else None
+    if not isinstance(version, int):
+        raise ScoresError(f"{campaign}: not a campaign of longrecall")
+    if version > SCHEMA_VERSION:
+        raise ScoresError(f"{campaign}: schema_version {version}, this longrecall reads up to {SCHEMA_VERSION}")
     if not (path / "scores.parquet").is_file():
         raise ScoresError(f"{path} has no scores.parquet yet: run `longrecall report {path}` first")
     try:
+        checked = _ADAPTER.validate_python(stored)
         return StoredRun(
             path=path,
             run_id=stored["run_id"],
             suite_hash=stored["suite_hash"],
-            rungs=tuple(stored["rungs"]),
+            rungs=checked.rungs,
             order=tuple(stored["conversation_order"]),
             builds=tuple(
                 Build(build_id=b["build_id"], patch_ids=tuple(b["patch_ids"]), role=b["role"]) for b in stored["builds"]
             ),
-            config=VerdictConfig(**stored["verdict"]),
+            config=checked.verdict,
             onset_tokens=stored.get("onset_tokens"),
             scores=read_scores_table(path / "scores.parquet"),
         )
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise ScoresError(f"{campaign}: {place}: {fault['msg']} (got {str(fault['input'])[:80]!r})") from None
     except (KeyError, TypeError) as error:
         raise ScoresError(f"{campaign}: {error} is missing or not what a campaign holds") from None
 

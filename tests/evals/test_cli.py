@@ -59,6 +59,11 @@ def store_run(
     return folder
 
 
+def _edit(run, **changes):
+    campaign = json.loads((run / "campaign.json").read_text())
+    (run / "campaign.json").write_text(json.dumps({**campaign, **changes}))
+
+
 def test_compare_shows_a_loss_with_pairs_interval_and_unscored(tmp_path):
     run = store_run(tmp_path / "a")
     result = run_command("compare", f"{run}:base", f"{run}:patched", "--json", "--fail-on-loss")
@@ -104,7 +109,22 @@ def test_compare_excludes_a_loss_only_with_enough_conversations(tmp_path):
         (lambda t: None, ("{t}/a", "{t}/a:base"), "the same build of the same run"),
         (lambda t: None, ("{t}/a", "{t}/a:patched", "--margin", "0.9"), "margin 0.9"),
         (lambda t: (t / "a" / "campaign.json").write_text("{"), ("{t}/a", "{t}/a:patched"), "not JSON"),
-        (lambda t: (t / "a" / "campaign.json").write_text("{}"), ("{t}/a", "{t}/a:patched"), "'run_id' is missing"),
+        (lambda t: (t / "a" / "campaign.json").write_text("{}"), ("{t}/a", "{t}/a:patched"), "rungs: Field required"),
+        (
+            lambda t: _edit(t / "a", schema_version=9),
+            ("{t}/a", "{t}/a:patched"),
+            "schema_version 9, this",
+        ),
+        (
+            lambda t: _edit(t / "a", verdict={"alpha": "x"}),
+            ("{t}/a", "{t}/a:patched"),
+            "verdict.alpha: Input",
+        ),
+        (
+            lambda t: _edit(t / "a", rungs=["far"]),
+            ("{t}/a", "{t}/a:patched"),
+            "campaign.json: rungs.0: Input",
+        ),
     ],
 )
 def test_compare_refuses_what_cannot_be_compared(tmp_path, make, args, message):
