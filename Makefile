@@ -4,6 +4,7 @@ PYTHON ?= $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)/.ns
 export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: install ns eval test check serve report bench trend clean train-indexer h200 sglang-cpu
 
