@@ -1097,7 +1097,7 @@ class Interpreter:
             finally:
                 self.frames.pop()
         if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(function.node)):
-            return Unknown("a generator")
+            return self._generate(function.node, frame)
         self.frames.append(frame)
         refusals_before = len(self.refusals)
         ended = False
@@ -1124,6 +1124,27 @@ class Interpreter:
             self.state = self.join_states(self.state, other_state)
             value = self.join_values(value, other, heap_a, heap_b)
         return value
+
+    def _generate(self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame) -> Value:
+        """A generator that yields tensors stands for what it yields (blocks of one result); any other is not known."""
+        self.frames.append(frame)
+        try:
+            self.block(node.body)
+        except (_Return, PathEnd):
+            pass
+        finally:
+            self.frames.pop()
+        tensors = [value for value in frame.yields if isinstance(value, Tensor)]
+        if not tensors:
+            return Unknown("a generator")
+        value: Value = tensors[0]
+        for other in tensors[1:]:
+            value = self.join_values(value, other, self.state.heap, self.state.heap)
+        return value
+
+    def _eval_Yield(self, node: ast.Yield) -> Value:
+        self.frames[-1].yields.append(self.evaluate(node.value) if node.value is not None else Known(None))
+        return Unknown("sent to a generator")
 
     def _is_kernel(self, function: FunctionRef) -> bool:
         decorators = [ast.unparse(d) for d in getattr(function.node, "decorator_list", [])]

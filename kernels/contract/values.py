@@ -229,5 +229,6 @@ class Frame:
     qualname: str
     names: dict[str, Value]
     returns: list[tuple[Value, State]] = field(default_factory=list)
+    yields: list[Value] = field(default_factory=list)
     owner: ClassRef | None = None
     self_value: Value | None = None
