@@ -428,6 +428,6 @@ def test_reference_hash_topk_that_scales_as_well_is_twice_in_hash_layers_only() 
 
 
 def test_reference_that_never_scales_is_never() -> None:
-    call = "moe_sum_reduce(expert_out, topk_weights, self.routed_scaling_factor)"
-    found = trace(reference_with(call, "moe_sum_reduce(expert_out, topk_weights, 1.0)"), Scenario())
+    call = "moe_sum_reduce(expert_out[rows], topk_weights[rows], self.routed_scaling_factor)"
+    found = trace(reference_with(call, "moe_sum_reduce(expert_out[rows], topk_weights[rows], 1.0)"), Scenario())
     assert found.as_json()["routed"] == {"hash": 0, "other": 0}
