@@ -40,8 +40,8 @@ PATCHES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "missing scaling": (
         (
             "runners/reference/moe.py",
-            "moe_sum_reduce(expert_out, topk_weights, self.routed_scaling_factor)",
-            "moe_sum_reduce(expert_out, topk_weights, 1.0)",
+            "moe_sum_reduce(expert_out[rows], topk_weights[rows], self.routed_scaling_factor)",
+            "moe_sum_reduce(expert_out[rows], topk_weights[rows], 1.0)",
         ),
     ),
 }
@@ -105,7 +105,10 @@ def replay(folder: Path, inputs: Path, outputs: Path) -> None:
     model = ReferenceModel.load(folder)
     given = load_file(inputs)
     with torch.inference_mode():
-        done = {f"out{i}": layer.mlp(given[f"x{i}"], given["token_ids"]) for i, layer in enumerate(model.layers)}
+        done = {
+            f"out{i}": torch.cat(list(layer.mlp(given[f"x{i}"], given["token_ids"])))
+            for i, layer in enumerate(model.layers)
+        }
     save_file({name: t.contiguous() for name, t in done.items()}, outputs)
 
 
