@@ -69,7 +69,7 @@ class Options:
     """What `longrecall eval` was asked for."""
 
     patchset: Path
-    rungs: tuple[int, ...] = (448, 1280)
+    rungs: tuple[int, ...] = (448, 1536)
     conversations: int = 24
     seed: int = 0
     recipe: str = "reference"

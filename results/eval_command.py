@@ -24,7 +24,7 @@ ARMS = ("warm", "cold")
 
 def evaluate(
     patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
-    rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included.")] = "448,1280",
+    rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included.")] = "448,1536",
     conversations: Annotated[int, typer.Option(min=2, help="Conversations, the unit of evidence.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of conversations and order.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe of the conversations: a name or a TOML file.")] = "reference",
