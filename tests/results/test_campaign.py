@@ -302,21 +302,25 @@ class Notes(Watcher):
         self.notes.append(text)
 
 
-def our_children() -> set[str]:
+def our_children(base: Path) -> set[str]:
+    """Loopback servers of runs below `base`; other test processes have servers of their own."""
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if b"loopback_server.py" in stat.read_bytes():
-                found.add(stat.parent.name)
+            command = (entry / "cmdline").read_bytes()
+            place = os.readlink(entry / "cwd")
         except OSError:
             continue
+        if b"loopback_server.py" in command and (str(base).encode() in command or place.startswith(str(base))):
+            found.add(entry.name)
     return found
 
 
-def test_launched_builds_are_recorded_with_what_they_say_and_all_ended(launched: Callable[..., Options]) -> None:
-    before = our_children()
+def test_launched_builds_are_recorded_with_what_they_say_and_all_ended(
+    launched: Callable[..., Options], tmp_path: Path
+) -> None:
     outcome = run_campaign(launched(BAD), Watcher())
-    assert our_children() <= before
+    assert our_children(tmp_path) == set()
     campaign = run_folder.load_campaign(outcome.run_dir)
     for build in campaign.builds:
         assert build.manifest is not None and build.manifest.server_info is not None
@@ -347,11 +351,12 @@ def test_a_server_that_says_it_is_something_else_is_refused(launched: Callable[.
         run_campaign(launched(other), Watcher())
 
 
-def test_a_server_that_dies_at_start_is_one_message_with_its_log(launched: Callable[..., Options]) -> None:
-    before = our_children()
+def test_a_server_that_dies_at_start_is_one_message_with_its_log(
+    launched: Callable[..., Options], tmp_path: Path
+) -> None:
     with pytest.raises(RuntimeError, match=r"build broken: the server ended with code 9(?s:.*)cannot load the weights"):
         run_campaign(launched('[[patch]]\nid = "broken"\nargs = ["--exit-at-start", "9"]\n'), Watcher())
-    assert our_children() <= before
+    assert our_children(tmp_path) == set()
 
 
 def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on(
