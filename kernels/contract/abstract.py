@@ -63,7 +63,6 @@ VIEWS = {
     "transpose", "permute", "narrow", "detach", "type", "clone", "cuda", "cpu", "view_as", "T", "data", "chunk",
     "type_as", "expand_as", "record_stream",
 }  # fmt: skip
-REDUCERS = {"sum", "mean", "gather", "index_select", "cumsum", "index_add_", "scatter_add_", "masked_fill", "where"}
 STATISTICS = {"rsqrt", "rsqrt_", "square", "square_", "norm", "var", "std"}
 SCALE_BINARY = (ast.Mult, ast.Div)
 

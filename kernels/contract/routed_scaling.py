@@ -845,6 +845,3 @@ def _assigns(node: ast.ClassDef, names: tuple[str, ...]) -> bool:
                     if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                         found.add(target.attr)
     return set(names) <= found
-
-
-__all__ = ["PLATFORMS", "QUANT_METHODS", "External", "LayerTrace", "Mapping", "Scenario", "Trace", "backends", "trace"]
