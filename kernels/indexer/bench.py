@@ -4,10 +4,11 @@
     longrecall bench indexer --device cpu --json out.json
     longrecall bench indexer --shapes 4096x128K,1x1M
 
-Every case is checked against the plain reference first, peers too; a wrong result stops the run. Before each timed call
-the L2 cache is overwritten. On a GPU the calls, peers' too, are replayed from a CUDA graph: times are the device's, not
-those of the Python that launches. Times are microseconds, p20/p50/p80. The last line on standard output is one JSON
-document. Peers that are not installed (deep_gemm, flashinfer) are left out and named.
+Every case is checked against the plain reference first: a wrong result of ours stops the run, a peer that is wrong,
+fails or is not installed (`peers` has them) is left out and named. Before each timed call the L2 cache is overwritten.
+On a GPU the calls, peers' too, are replayed from a CUDA graph, and the device is kept waiting until the replay is
+queued: times are the device's, not those of the host that launches. Times are microseconds, p20/p50/p80. The last line
+on standard output is one JSON document.
 """
 
 import json
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from longrecall.kernels.indexer.peers import Make, Peers, Select, compiled_scores, deep_gemm_scores, torch_topk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +42,7 @@ class BenchError(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class Row:
     op: str
-    """score+select, or select."""
+    """score+select, score (peers that do no more), or select."""
     provider: str
     shape: str
     dtype: str
@@ -131,6 +134,10 @@ def time_cpu(call: Callable[[], object], *, seconds: float = 2.0) -> tuple[float
     return _quantiles(times)
 
 
+HOST_CYCLES = 400_000
+"""The device waits about 200 us before each timed replay: longer than a host takes to queue it (seen: up to 100)."""
+
+
 def time_gpu(call: Callable[[], object], *, repeats: int) -> tuple[float, float, float]:
     """Device time of replays of one captured call between events, L2 overwritten before each."""
     import torch
@@ -146,6 +153,7 @@ def time_gpu(call: Callable[[], object], *, repeats: int) -> tuple[float, float,
     times = []
     for _ in range(repeats):
         flush.zero_()
+        torch.cuda._sleep(HOST_CYCLES)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         captured.replay()
@@ -289,31 +297,60 @@ def _torch_score_select(case: Case) -> Callable[[], "Tensor"]:
     return call
 
 
-def _deep_gemm(case: Case) -> Callable[[], "Tensor"] | None:
-    """DeepGEMM's contiguous fp8 logits (0.1.x), then torch.topk; prefill shapes alone."""
-    import torch
-
-    if case.dtype != "fp8" or case.shape.distinct or case.shape.rows < 64:
-        return None
-    try:
-        import deep_gemm
-    except Exception as error:  # its compiled part raises whatever its loader meets
-        typer.echo(f"peer deep_gemm left out: {type(error).__name__}: {error}")
-        return None
-    fp8 = torch.float8_e4m3fn
-    start = torch.zeros_like(case.visible)
-    keys = (case.keys.data.view(fp8), case.keys.scale.squeeze(-1).contiguous())
-
-    def call() -> "Tensor":
-        logits = deep_gemm.fp8_mqa_logits(case.q.data.view(fp8), keys, case.weights, start, case.visible)
-        return torch.as_tensor(logits).topk(K, dim=1, sorted=False).indices
-
-    return call
+def _far_off(case: Case, scores: "Tensor") -> float:
+    """Largest error of a probed row's scores, in standard deviations of the row."""
+    found = (scores[case.probes].float() - case.probe_scores).abs().amax(1) / case.probe_scores.std(1)
+    return float(found.max())
 
 
-def score_rows(shapes: list[Shape], dtypes: list[str], device: str) -> Iterator[Row]:
+def _peer_scores(case: Case, peers: Peers) -> Iterator[tuple[str, Callable[[], "Tensor"]]]:
+    """Peers that score and leave the selection to others: name, call."""
+    if case.dtype == "fp8" and (module := peers.load("deep_gemm", distribution="sgl-deep-gemm")) is not None:
+        import torch
+
+        fp8 = torch.float8_e4m3fn
+        scale = case.keys.scale.squeeze(-1).contiguous()
+        call = deep_gemm_scores(
+            module, case.q.data.view(fp8), case.keys.data.view(fp8), scale, case.weights, case.visible
+        )
+        yield "deep_gemm", call
+    if case.dtype == "bf16" and case.shape.rows >= 64 and not case.shape.distinct:
+        block = max(1, (1 << 32) // (HEADS * case.shape.keys * 2))
+        yield "torch.compile", compiled_scores(case.q, case.keys, case.weights, block=block)
+
+
+def _peer_rows(case: Case, peers: Peers, selections: dict[str, Make], repeats: int) -> Iterator[Row]:
+    """Score alone, then score with each selection; what fails or is wrong is noted and left out."""
+    for name, score in _peer_scores(case, peers):
+        try:
+            scores = score()
+            if (error := _far_off(case, scores)) > 0.1:
+                raise BenchError(f"{name} is {error:.2g} standard deviations off at {case.shape.name}")
+            times = time_gpu(score, repeats=repeats)
+            yield _row("score", name, case.shape, case.dtype, times, _extra_mb(score, "cuda"), None)
+        except Exception as error:
+            peers.fail(f"{name} {case.shape.name}", error)
+            continue
+        for chosen, make in selections.items():
+            try:
+                select = make(scores)
+
+                def both(score: Callable[[], "Tensor"] = score, select: Select = select) -> "Tensor":
+                    return select(score())
+
+                found = case.check(f"{name} + {chosen}", both(), 0.06)
+                times = time_gpu(both, repeats=repeats)
+            except Exception as error:
+                peers.fail(f"{name} + {chosen} {case.shape.name}", error)
+                continue
+            extra = _extra_mb(both, "cuda")
+            yield _row("score+select", f"{name} + {chosen}", case.shape, case.dtype, times, extra, found)
+
+
+def score_rows(shapes: list[Shape], dtypes: list[str], device: str, peers: Peers) -> Iterator[Row]:
     from longrecall.kernels.indexer.topk import index_topk
 
+    selections = peers.selections(K) if device == "cuda" else {}
     for shape in shapes:
         for dtype in dtypes:
             if shape.distinct and dtype == "fp32":
@@ -325,16 +362,13 @@ def score_rows(shapes: list[Shape], dtypes: list[str], device: str) -> Iterator[
             def ours(case: Case = case) -> "Tensor":
                 return index_topk(case.q, case.keys, case.weights, K, visible=case.visible)
 
-            providers: dict[str, Callable[[], Tensor] | None] = {"longrecall": ours, "torch": _torch_score_select(case)}
-            if device == "cuda":
-                providers["deep_gemm + torch.topk"] = _deep_gemm(case)
-            for provider, call in providers.items():
-                if call is None:
-                    continue
+            repeats = 30 if shape.rows * shape.keys <= 1 << 23 else 9
+            for provider, call in (("longrecall", ours), ("torch", _torch_score_select(case))):
                 found = case.check(provider, call(), tolerance if provider == "longrecall" else 0.06)
-                small = shape.rows * shape.keys <= 1 << 23
-                quantiles = time_cpu(call) if device == "cpu" else time_gpu(call, repeats=30 if small else 8)
+                quantiles = time_cpu(call) if device == "cpu" else time_gpu(call, repeats=repeats)
                 yield _row("score+select", provider, shape, dtype, quantiles, _extra_mb(call, device), found)
+            if device == "cuda":
+                yield from _peer_rows(case, peers, selections, repeats)
 
 
 def _row(
@@ -347,46 +381,38 @@ def _row(
     )  # fmt: skip
 
 
-def _flashinfer() -> Callable[["Tensor"], "Tensor"] | None:
-    try:
-        import flashinfer
-    except Exception as error:
-        typer.echo(f"peer flashinfer left out: {type(error).__name__}: {error}")
-        return None
-    return lambda scores: flashinfer.top_k(scores, K)[1]
-
-
-def select_rows(shapes: list[Shape], device: str) -> Iterator[Row]:
+def select_rows(shapes: list[Shape], device: str, peers: Peers) -> Iterator[Row]:
     import torch
 
     from longrecall.kernels.indexer.topk import select_topk
 
-    flashinfer = _flashinfer() if device == "cuda" else None
+    others = peers.selections(K) if device == "cuda" else {"torch.topk": torch_topk(K)}
     for shape in shapes:
         scores = torch.randn(shape.rows, shape.keys, device=device)
 
-        def ours(scores: "Tensor" = scores) -> "Tensor":
+        def ours(scores: "Tensor") -> "Tensor":
             if device == "cpu":
                 return select_topk(scores, K)
             from longrecall.kernels.indexer.kernel import select_triton
 
             return select_triton(scores, K)
 
-        providers: dict[str, Callable[[], Tensor]] = {
-            "longrecall": ours,
-            "torch.topk": lambda scores=scores: scores.topk(K, dim=1, sorted=False).indices,  # type: ignore[misc]
-        }
-        if flashinfer is not None:
-            providers["flashinfer.top_k"] = lambda scores=scores: flashinfer(scores)  # type: ignore[misc]
-        for provider, call in providers.items():
-            found = worst_tie(call()[:2], scores[:2], K)
-            if found > 0:
-                raise BenchError(f"{provider} at {shape.name} does not select the {K} best scores")
-            quantiles = (
-                time_cpu(call)
-                if device == "cpu"
-                else time_gpu(call, repeats=30)
-            )  # fmt: skip
+        makers: dict[str, Make] = {"longrecall": lambda _scores: ours}
+        for provider, make in (makers | others).items():
+            try:
+                select = make(scores)
+                if (found := worst_tie(select(scores)[:2], scores[:2], K)) > 0:
+                    raise BenchError(f"{provider} at {shape.name} does not select the {K} best scores")
+
+                def call(select: Select = select, scores: "Tensor" = scores) -> "Tensor":
+                    return select(scores)
+
+                quantiles = time_cpu(call) if device == "cpu" else time_gpu(call, repeats=30)
+            except Exception as error:
+                if provider == "longrecall":
+                    raise
+                peers.fail(f"{provider} {shape.name}", error)
+                continue
             yield _row("select", provider, shape, "fp32", quantiles, _extra_mb(call, device), found)
         del scores
 
@@ -421,14 +447,18 @@ def bench(
     score = [Shape.parse(s) for s in (shapes or (GPU_SCORE_SHAPES if device == "cuda" else CPU_SHAPES)).split(",")]
     select_text = select_shapes or (GPU_SELECT_SHAPES if device == "cuda" else "1x4K,1x128K")
     alone = [] if select_text == "none" else [Shape.parse(s) for s in select_text.split(",")]
-    rows = [*score_rows(score, wanted, device), *select_rows(alone, device)]
+    peers = Peers()
+    rows = [*score_rows(score, wanted, device, peers), *select_rows(alone, device, peers)]
+    for name, reason in peers.left_out.items():
+        typer.echo(f"peer {name} left out: {reason}")
     table = Table(title=f"H {HEADS}, D {DIM}, k {K}; microseconds, cold L2")
     for name in ("op", "shape", "dtype", "provider", "p20", "p50", "p80", "MB above inputs", "worst tie / σ"):
         table.add_column(name, justify="left" if name in ("op", "shape", "dtype", "provider") else "right")
     for row in rows:
         times = [f"{value:,.1f}" for value in (row.p20, row.p50, row.p80)]
         extra = "–" if row.extra_mb is None else f"{row.extra_mb:,.1f}"
-        table.add_row(row.op, row.shape, row.dtype, row.provider, *times, extra, f"{row.worst_tie:.0e}")
+        tie = "–" if row.worst_tie is None else f"{row.worst_tie:.0e}"
+        table.add_row(row.op, row.shape, row.dtype, row.provider, *times, extra, tie)
     Console(width=None if sys.stdout.isatty() else 130).print(table)
     document = {
         "schema_version": 1,
@@ -436,6 +466,8 @@ def bench(
         "commit": _commit(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **_machine(device),
+        "peers": peers.versions,
+        "left_out": peers.left_out,
         "rows": [asdict(row) for row in rows],
     }
     line = json.dumps(document, separators=(",", ":"))
