@@ -35,14 +35,28 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _start(PDL: tl.constexpr):
-    """Programmatic launch: wait for the kernel before, then let the next one's programs come and wait in their turn.
+def _start(PDL: tl.constexpr, FIRST: tl.constexpr):
+    """Programmatic launch: let the next kernel's programs come, and wait for the kernel before.
 
-    Few queries take microseconds a kernel, and a plain launch costs as much again.
+    Few queries take microseconds a kernel, and a plain launch costs as much again. A call's first kernel waits before
+    it lets others come: whatever they find is then complete but for what this call writes.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if FIRST:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        if not FIRST:
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _prefetch(start, stop, BYTES: tl.constexpr):
+    """Bring BYTES from the address `start` on, but nothing past `stop`, into the L2 cache, 512 a thread of 4 warps."""
+    address = start + tl.arange(0, BYTES // 512).to(tl.int64) * 512
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l", [tl.minimum(address, stop - 512)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -142,16 +156,36 @@ def _load_keys(k_ptr, first, key, limit, D: tl.constexpr, BK: tl.constexpr, TMA:
 @triton.jit
 def _collect_kernel(
     q_ptr, k_ptr, scale_ptr, w_ptr, visible_ptr, threshold_ptr, lists_values_ptr, lists_index_ptr,
-    dense_values_ptr, dense_index_ptr, count_ptr, T, S, tasks, splits,
+    dense_values_ptr, dense_index_ptr, count_ptr, plain_k_ptr, T, S, tasks, splits,
     H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     DENSE: tl.constexpr, DISTINCT: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tasks = blocks of GROUPS * BQ queries x splits of the keys.
 
     GROUPS = 2 runs two products on each key tile, so that half the accumulator registers are live at a time.
+    PREFETCH: bytes of keys a program asks for before the threshold is known, while it would only wait.
     """
-    _start(PDL)
+    if PREFETCH > 0:
+        row = (tl.program_id(0) // splits) * (GROUPS * BQ)
+        rows0 = row + tl.arange(0, BQ)
+        limit = tl.max(tl.minimum(tl.load(visible_ptr + rows0, mask=rows0 < T, other=0), S))
+        ahead = (tl.program_id(0) % splits) * tl.cdiv(tl.cdiv(limit, BK), splits) * BK
+        all_rows = tl.zeros((), tl.int64) + S
+        if DISTINCT:
+            all_rows = all_rows * T
+            _prefetch(
+                (plain_k_ptr + (row.to(tl.int64) * S + ahead) * D).to(tl.int64),
+                (plain_k_ptr + all_rows * D).to(tl.int64),
+                PREFETCH,
+            )
+        else:
+            _prefetch(
+                (plain_k_ptr + ahead.to(tl.int64) * D).to(tl.int64),
+                (plain_k_ptr + all_rows * D).to(tl.int64),
+                PREFETCH,
+            )
+    _start(PDL, False)
     STEP: tl.constexpr = BK * BQ
     N: tl.constexpr = BQ * H
     pid = tl.program_id(0).to(tl.int64)
@@ -223,7 +257,7 @@ def _sample_kernel(
     DISTINCT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of BQ queries, SAMPLE / PART). Scores of keys spread over what the block's shortest query sees."""
-    _start(PDL)
+    _start(PDL, True)
     row = tl.program_id(0) * BQ
     rows = row + tl.arange(0, BQ)
     visible = tl.minimum(tl.load(visible_ptr + rows, mask=rows < T, other=1 << 30), S)
@@ -261,7 +295,7 @@ def _threshold_kernel(
     sample_ptr, visible_ptr, threshold_ptr, count_ptr, K, ALL, SAMPLE: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid: T. A row that sees at most ALL keys keeps them all. Also zeroes the row's count, which saves a launch."""
-    _start(PDL)
+    _start(PDL, False)
     row = tl.program_id(0)
     tl.store(count_ptr + row, 0)
     visible = tl.load(visible_ptr + row)
@@ -281,7 +315,7 @@ def _row_threshold_kernel(
     scores_ptr, visible_ptr, threshold_ptr, count_ptr, S, K, ALL, SAMPLE: tl.constexpr, PDL: tl.constexpr
 ):
     """As `_threshold_kernel`, sampling given scores [T, S]."""
-    _start(PDL)
+    _start(PDL, True)
     row = tl.program_id(0)
     tl.store(count_ptr + row, 0)
     visible = tl.minimum(tl.load(visible_ptr + row), S)
@@ -323,7 +357,7 @@ def _stream_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Collect from given scores. Grid: any number of programs over tasks = rows x splits."""
-    _start(PDL)
+    _start(PDL, False)
     STEP: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0).to(tl.int64)
     values_ptr = lists_values_ptr + pid * (STEP * CAP)
@@ -394,7 +428,7 @@ def _select_kernel(
     KP: tl.constexpr, DENSE: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. Exact top-k of each row's buffer; flags the rows whose buffer cannot hold the answer."""
-    _start(PDL)
+    _start(PDL, False)
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
     visible = tl.load(visible_ptr + row)
@@ -416,7 +450,7 @@ def _select_lists_kernel(
     SORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. As `_select_kernel`, from the lists that `hopper.collect_kernel` leaves in place."""
-    _start(PDL)
+    _start(PDL, False)
     row = tl.program_id(0)
     visible = tl.load(visible_ptr + row)
     wanted = tl.minimum(K, visible)
@@ -444,7 +478,7 @@ def _small_kernel(
     scores_ptr, visible_ptr, out_ptr, S, K, KP: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid: T. Top-k of rows of scores that fit one program."""
-    _start(PDL)
+    _start(PDL, True)
     row = tl.program_id(0)
     visible = tl.minimum(tl.load(visible_ptr + row), S)
     o = tl.arange(0, WIDTH)
@@ -477,7 +511,7 @@ def _repair_kernel(
     GIVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: T. Flagged rows: four radix passes of 8 bits find the k-th score, a fifth collects in index order."""
-    _start(PDL)
+    _start(PDL, False)
     row = tl.program_id(0)
     if tl.load(flag_ptr + row) != 0:
         visible = tl.minimum(tl.load(visible_ptr + row), S)
@@ -567,6 +601,12 @@ class Plan:
     tasks: int
 
 
+PDL_ROWS = 64
+"""Queries up to which launches are a good part of the time."""
+PREFETCH = 65_536
+"""Bytes of keys that each program of a collect pass has in the L2 cache when its threshold is known: 25 MB in all."""
+
+
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 4 stands in for it where Triton interprets on a CPU."""
@@ -623,7 +663,7 @@ def has_hopper(device: torch.device) -> bool:
 
 def _programmatic(rows: int, device: torch.device) -> dict[str, bool]:
     """Launch arguments of every kernel: programmatic where launches are a good part of the time."""
-    if rows > 32 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+    if rows > PDL_ROWS or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
@@ -721,12 +761,14 @@ def topk_triton(
     flat = keys.view(-1, dim)
     # a tile of the bulk copy engine must not start past 2^31 rows, and fp32 keys take the plain path
     tma = launch.tma and flat.shape[0] < 2**31 and q.dtype != torch.float32
+    early = tma and extra["PDL"] and plan.sample > 0 and flat.numel() * flat.element_size() >= 1 << 24
     source = TensorDescriptor.from_tensor(flat, [launch.keys, dim]) if tma else flat
     _collect_kernel[(plan.programs,)](
         q, source, scale_arg, weights, visible, threshold, lists_values, lists_index, dense_values, dense_index, count,
-        rows, columns, plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys,
+        keys, rows, columns, plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys,
         GROUPS=launch.groups, CAP=plan.cap, DENSE=plan.dense, DISTINCT=distinct, SCALED=scale is not None, TMA=tma,
-        STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages, **extra,
+        STAGES=launch.stages, PRECISION=precision, PREFETCH=PREFETCH if early else 0, num_warps=launch.warps,
+        num_stages=launch.stages, **extra,
     )  # fmt: skip
     # lists of one program arrive in a fixed order, those of several in any
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
