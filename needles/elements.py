@@ -88,7 +88,7 @@ class Script:
     system: list[Statement] = field(default_factory=list)
 
 
-_NOTED = ("Noted.", "Okay.", "Understood.", "Got it.", "All right, noted.", "Thanks, noted.")
+NOTED = ("Noted.", "Okay.", "Understood.", "Got it.", "All right, noted.", "Thanks, noted.")
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
 _NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -173,7 +173,7 @@ class Draft:
     ) -> Event | None:
         """The turns that state something, by the element's role; None when it went into the system turn."""
         # Drawn even when the fact is echoed, so that echo modes share every other draw.
-        noted = Statement(pick(self.rng, _NOTED))
+        noted = Statement(pick(self.rng, NOTED))
         look_up = pick(self.rng, _LOOK_UPS)
         reply = echo if echo is not None and element.echo == "value" and probed else noted
         if element.role == "system":

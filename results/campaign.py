@@ -80,6 +80,8 @@ class Options:
     threads: int | None = None
     servers_at_once: int | None = None
     """Builds served at the same time; None: as many as fit into memory."""
+    servers_per_gpu: int = 1
+    """Builds that share a GPU; each then needs a flag that bounds its memory (SGLang: --mem-fraction-static)."""
     runs_dir: Path = Path("results/runs")
     run_dir: Path | None = None
     fresh: bool = False
@@ -653,6 +655,8 @@ def plan_waves(
                 f" {len(builds)} builds are served at a time, so they are not interleaved block by block"
             )
     by_gpus = engine.builds_at_once(plan.patchset)
+    if by_gpus is not None:
+        by_gpus *= plan.options.servers_per_gpu
     if by_gpus is not None and by_gpus < (at_once or len(builds)):
         note(f"the GPUs here serve {by_gpus} of {len(builds)} builds at a time")
         at_once = by_gpus
@@ -675,7 +679,9 @@ async def _start(
         if prepared.endpoint is None:
             build_id = prepared.build.build_id
             folder = run_dir.resolve() / "builds" / build_id
-            servers[build_id] = plan.engine.server(prepared, plan.patchset, folder, place)
+            servers[build_id] = plan.engine.server(
+                prepared, plan.patchset, folder, place // plan.options.servers_per_gpu
+            )
             started.append(servers[build_id])
     if started:
         watcher.note(f"starting {len(started)} servers")

@@ -34,6 +34,9 @@ def evaluate(
     servers_at_once: Annotated[
         int | None, typer.Option(min=1, help="Builds served at once. Default: by memory.")
     ] = None,
+    servers_per_gpu: Annotated[
+        int, typer.Option(min=1, help="Builds that share a GPU; bound their memory by a flag.")
+    ] = 1,
     fail_on: Annotated[str, typer.Option(help="culprit, inconclusive, or both with a comma.")] = "",
     run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: new, or the unfinished one.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("results/runs"),
@@ -71,6 +74,7 @@ def evaluate(
             parallel=parallel,
             threads=threads,
             servers_at_once=servers_at_once,
+            servers_per_gpu=servers_per_gpu,
             runs_dir=runs_dir,
             run_dir=run_dir,
             fresh=fresh,

@@ -189,7 +189,7 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _post(port: int, path: str, body: Mapping[str, Any], timeout: float = 120) -> Any:
+def post(port: int, path: str, body: Mapping[str, Any], timeout: float = 120) -> Any:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -208,7 +208,7 @@ def prompt(length: int, number: int, vocab_size: int) -> list[int]:
 
 
 def _generate(port: int, ids: Sequence[int], num: int, start: int, vocab_size: int, topk: bool = False) -> Any:
-    return _post(
+    return post(
         port,
         "/generate",
         {
@@ -239,7 +239,7 @@ def measure_one(
     start = length - NUM_TAIL - 1
     cold = _generate(port, ids, NUM_GENERATED, start, vocab_size, topk)
     warm = _generate(port, ids, 1, start, vocab_size)
-    _post(port, "/flush_cache?timeout=20", {})
+    post(port, "/flush_cache?timeout=20", {})
     out = [int(token) for token in cold["output_ids"]]
     replay = _generate(port, ids + out[:-1], 1, length - 2, vocab_size)
     arrays: dict[str, Any] = {
