@@ -17,7 +17,7 @@ from longrecall.evals.schema import MISSING, Outcome, Score
 from longrecall.evals.scores_file import ScoresError, scores_table
 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
-ARM_ORDER = ("warm", "branched", "cold", "free", "concat")
+ARM_ORDER = ("warm", "branched", "cold", "alone", "free", "concat", "mirrored")
 """The arm a verdict is about when nobody says: the first of these that was asked."""
 
 Floats = npt.NDArray[np.float64]

@@ -25,14 +25,15 @@ from typing import Any
 
 import httpx
 
+from longrecall.evals.cells import ARM_ORDER
 from longrecall.evals.running import RunningVerdicts
 from longrecall.evals.schema import VerdictConfig
 from longrecall.evals.score import foreign_index, score_replay
 from longrecall.needles.dataset import read_parquet, suite_hash, write_parquet
-from longrecall.needles.plant import make_conversations
+from longrecall.needles.plant import concat_twin, make_conversations, make_haystack
 from longrecall.needles.recipes import recipe as named_recipe
-from longrecall.needles.render import Ruler, continues, messages_for
-from longrecall.needles.schema import Ask, Conversation
+from longrecall.needles.render import Ruler
+from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners.builds import (
@@ -49,9 +50,11 @@ from longrecall.runners.builds import (
 )
 from longrecall.runners.client import connect
 from longrecall.runners.engines import Engine, engine_of
+from longrecall.runners.gold import GoldScorer
 from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
 from longrecall.runners.processes import Server, ServerError, stop_all
+from longrecall.runners.prompts import Prompts, make_prompts
 from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unanswered
 from longrecall.runners.schema import Arm, Build, PatchSet
 
@@ -94,6 +97,10 @@ class Options:
     request_timeout_s: float = 300.0
     start_timeout_s: float | None = None
     """For a server's first token; None: the engine's own."""
+    concurrency: int = 32
+    """Most requests of one build open at a time."""
+    gold_logprobs: bool = False
+    """Ask for the right answer's log-probabilities after each reply."""
     stream: bool = False
     keep_servers: bool = False
 
@@ -112,8 +119,8 @@ class Plan:
     key: str
     """Hash of all that decides what is asked of what; two runs with one key are the same experiment."""
     parallel: int
-    messages_for: Callable[[Conversation, Ask], list[dict[str, str]]]
-    """The chat messages of a question as this engine has to be sent them."""
+    prompts: Prompts
+    """How this engine and model are to be asked."""
 
 
 @dataclass
@@ -165,21 +172,24 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     patchset = load_patchset(options.patchset)
     engine = engine_of(patchset)
     patchset = _selected(patchset, options.only)
-    if "cold" in options.arms and not engine.capabilities.cache_salt:
-        raise ValueError(f"arm cold: engine {engine.name!r} cannot keep one request's prefix from another (no salt)")
+    _check_arms(options, engine)
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
         ruler = Ruler.from_folder(model.path)
-        ask_with = after_generation_prompt(ruler) if engine.begun_after_generation_prompt else messages_for
         model = replace(model, tokenizer_hash=ruler.tokenizer_hash, template_hash=ruler.template_hash)
         note(f"planting {options.conversations} conversations, rungs {', '.join(map(str, options.rungs))}")
+        recipe = named_recipe(options.recipe)
+        haystack = make_haystack(recipe, ruler, options.seed)
         conversations = tuple(
             make_conversations(
-                named_recipe(options.recipe), ruler=ruler, rungs=options.rungs, count=options.conversations,
-                seed=options.seed,
+                recipe, ruler=ruler, rungs=options.rungs, count=options.conversations, seed=options.seed,
+                haystack=haystack,
             )
         )  # fmt: skip
+        with_twins = conversations if "concat" in options.arms else ()
+        twins = {item.conversation_id: concat_twin(item, haystack) for item in with_twins}
+        prompts = make_prompts(ruler, twins, after_prompt=engine.begun_after_generation_prompt)
     parallel = options.parallel or (cpu_count() if engine.launches else 2)
     threads = options.threads or max(1, cpu_count() // parallel)
     with stages.stage("builds_s"):
@@ -210,31 +220,23 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         max_tokens=options.max_tokens,
         verdict=VerdictConfig(margin=patchset.margin or DEFAULT_MARGIN),
         onset_tokens=patchset.onset_tokens or engine.onset_tokens,
+        concurrency=options.concurrency,
+        gold_logprobs=options.gold_logprobs,
     )
     return Plan(
         options=options, patchset=patchset, engine=engine, model=model, conversations=conversations,
-        builds=tuple(prepared), campaign=campaign, key=key, parallel=parallel, messages_for=ask_with,
+        builds=tuple(prepared), campaign=campaign, key=key, parallel=parallel, prompts=prompts,
     )  # fmt: skip
 
 
-def after_generation_prompt(ruler: Ruler) -> Callable[[Conversation, Ask], list[dict[str, str]]]:
-    """`messages_for` for a server that appends a begun answer to the generation prompt as it stands.
-
-    SGLang puts nothing between the two; what the template puts there (a blank after "Assistant:") goes into the
-    message, so that the prompt is the planned one, token for token.
-    """
-
-    def ask_with(conversation: Conversation, ask: Ask) -> list[dict[str, str]]:
-        messages = messages_for(conversation, ask)
-        if not continues(messages):
-            return messages
-        whole = ruler.render(messages, continue_final_message=True)
-        opened = ruler.render(messages[:-1], add_generation_prompt=True)
-        if not whole.startswith(opened):
-            raise ValueError("the chat template's generation prompt does not begin its assistant turn")
-        return [*messages[:-1], {**messages[-1], "content": whole[len(opened) :]}]
-
-    return ask_with
+def _check_arms(options: Options, engine: Engine) -> None:
+    """Raises ValueError for an arm, or log-probabilities, that this engine cannot give."""
+    if "cold" in options.arms and not engine.capabilities.cache_salt:
+        raise ValueError(f"arm cold: engine {engine.name!r} cannot keep one request's prefix from another (no salt)")
+    if not set(options.arms) - {"mirrored"}:
+        raise ValueError("arm mirrored is the first block asked again: it needs another arm, such as warm")
+    if options.gold_logprobs and not engine.gold_route:
+        raise ValueError(f"--gold-logprobs: engine {engine.name!r} gives no log-probabilities of prompt tokens")
 
 
 def _selected(patchset: PatchSet, only: tuple[str, ...]) -> PatchSet:
@@ -306,6 +308,8 @@ def _key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: Optio
         "max_tokens": options.max_tokens,
         "repeats": options.repeats,
         "arms": options.arms,
+        "concurrency": options.concurrency,
+        "gold_logprobs": options.gold_logprobs,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
@@ -359,6 +363,8 @@ def open_run(plan: Plan, note: Callable[[str], None]) -> tuple[Path, Campaign]:
     try:
         made.mkdir(parents=True)
         write_parquet(plan.conversations, made / run_folder.CONVERSATIONS)
+        if plan.prompts.twins:
+            write_parquet(plan.prompts.twins.values(), made / run_folder.CONCAT)
         for patch in plan.patchset.patches:
             for name, text in read_diffs(plan.patchset, patch):
                 if not Path(name).is_absolute() and ".." not in Path(name).parts:
@@ -404,6 +410,7 @@ class Grades:
         self._asks = {c.conversation_id: {(a.rung, a.probe_id): a for a in c.asks} for c in conversations}
         self._candidates = [build.build_id for build in campaign.builds if build.role not in ("base", "aa")]
         self._rungs = campaign.rungs
+        self._arm = next(arm for arm in ARM_ORDER if arm in campaign.arms)
         per_rung = {c.conversation_id: len(c.probes) * campaign.repeats for c in conversations}
         self._running = RunningVerdicts(
             base=BASE,
@@ -432,7 +439,8 @@ class Grades:
             self._probes[name][item.probe_id],
             self._foreign[name],
         )
-        self._running.add(score)
+        if item.arm == self._arm:
+            self._running.add(score)
         self._watcher.reply(item.build_id, item.rung, score.outcome, stored=stored)
         for build in self._candidates if item.build_id == BASE else [item.build_id]:
             if build in self._candidates:
@@ -561,6 +569,7 @@ async def _ask_all(
         first=tuple(build.build_id for build in campaign.builds if build.role in ("base", "positive-control")),
         conversations_at_once=plan.engine.ladders_at_once or campaign.block_size,
         whole_ladder=plan.engine.shares_prefill,
+        in_flight=campaign.concurrency,
     )
     planned = replay_plan.n_planned
     if journal.in_flight:
@@ -575,6 +584,9 @@ async def _ask_all(
         watcher.note("every planned question is answered already; nothing is asked")
         return {}
     gone: dict[str, str] = {}
+    gold = None
+    if campaign.gold_logprobs and plan.engine.gold_route and plan.prompts.encode is not None:
+        gold = GoldScorer(route=plan.engine.gold_route, encode=plan.prompts.encode)
     left = [item for item in plan.builds if unanswered(replay_plan, item.build.build_id, journal.answered)]
     waves = plan_waves(plan, left, watcher.note)
     infos = {
@@ -609,15 +621,18 @@ async def _ask_all(
                 except ServerError as problem:
                     raise BuildGone(str(problem)) from None
 
+            prompts = replace(plan.prompts, page_tokens=page_tokens([infos.get(name) for name in ids]))
             with stages.stage("replay_s"):
                 try:
                     result = await replay(
-                        replay_plan, endpoints, journal, parallel=plan.parallel, messages_for=plan.messages_for,
+                        replay_plan, endpoints, journal, parallel=plan.parallel, prompts=prompts, gold=gold,
                         check_alive=check_alive, on_reply=grades, only=ids,
                     )  # fmt: skip
                 except* JournalError as problems:
                     raise CampaignError(str(_first(problems))) from None
             gone |= result.gone
+            for said, times in (gold.problems if gold is not None else {}).items():
+                watcher.note(f"{times} right answers are without log-probabilities: {said}")
             if plan.engine.statistics_path:
                 alive = [servers[name].url for name in ids if name in servers and servers[name].exit_code() is None]
                 for name, value in (await server_statistics(alive, plan.engine.statistics_path)).items():
@@ -722,6 +737,12 @@ async def _start(
     campaign = replace(campaign, builds=told)
     run_folder.write_campaign(run_dir, campaign)
     return campaign
+
+
+def page_tokens(infos: Sequence[Mapping[str, object] | None]) -> int:
+    """The largest cache page that any of these servers reports, in tokens."""
+    sizes = [info.get("page_size") for info in infos if info is not None]
+    return max((size for size in sizes if isinstance(size, int) and size > 0), default=1)
 
 
 def _launch_args(plan: Plan, build_id: str) -> tuple[str, ...]:

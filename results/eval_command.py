@@ -11,7 +11,7 @@ asked for cannot be used, 3 incomplete or controls failed, 4 inconclusive and --
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from longrecall.runners.schema import Arm
 
 FAIL_ON = ("culprit", "inconclusive")
-ARMS = ("warm", "cold")
 
 
 def evaluate(
@@ -44,7 +43,13 @@ def evaluate(
     model_folder: Annotated[Path | None, typer.Option(help="Served model: tokenizer and chat template.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Conversations asked of a build at a time.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is asked.")] = 1,
-    arms: Annotated[str, typer.Option(help="Cache arms: warm, cold, or both with a comma.")] = "warm",
+    arms: Annotated[
+        str, typer.Option(help="warm, cold, branched, free, concat, alone, mirrored; several with commas.")
+    ] = "warm",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests of a build open at once.")] = 32,
+    gold_logprobs: Annotated[
+        bool, typer.Option("--gold-logprobs", help="Ask for the right answer's log-probabilities, too.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
     request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for one whole answer.")] = 300.0,
     start_timeout: Annotated[
@@ -83,6 +88,8 @@ def evaluate(
             repeats=repeats,
             max_tokens=max_tokens,
             arms=parse_arms(arms),
+            concurrency=concurrency,
+            gold_logprobs=gold_logprobs,
             request_timeout_s=request_timeout,
             start_timeout_s=start_timeout,
             stream=stream,
@@ -122,12 +129,15 @@ def parse_rungs(text: str) -> tuple[int, ...]:
 
 def parse_arms(text: str) -> tuple["Arm", ...]:
     """ "warm,cold" in the order given; raises ValueError naming what is not known."""
+    from longrecall.runners.schema import Arm
+
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    known = get_args(Arm)
     for word in words:
-        if word not in ARMS:
-            raise ValueError(f"--arms {text!r}: {word!r} is none of {', '.join(ARMS)}")
+        if word not in known:
+            raise ValueError(f"--arms {text!r}: {word!r} is none of {', '.join(known)}")
     if not words:
-        raise ValueError(f"--arms {text!r}: name at least one of {', '.join(ARMS)}")
+        raise ValueError(f"--arms {text!r}: name at least one of {', '.join(known)}")
     return words  # type: ignore[return-value]
 
 

@@ -17,7 +17,7 @@ from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
 from longrecall.results.run_folder import RunFolderError
 from longrecall.results.schema import Campaign, Report
-from longrecall.runners.schema import Replay
+from longrecall.runners.schema import Arm, Replay
 
 
 def version() -> str:
@@ -53,9 +53,10 @@ def score_all(replays: Iterable[Replay], conversations: Sequence[Conversation], 
     return scores
 
 
-def planned_replays(campaign: Campaign, conversations: Sequence[Conversation]) -> int:
-    """How many replies the campaign wants from each build in each arm."""
-    wanted = set(campaign.conversation_order)
+def planned_replays(campaign: Campaign, conversations: Sequence[Conversation], arm: Arm = "warm") -> int:
+    """How many replies the campaign wants from each build in an arm; arm mirrored asks the first block alone."""
+    order = campaign.conversation_order
+    wanted = set(order[: campaign.block_size] if arm == "mirrored" else order)
     rungs = set(campaign.rungs)
     asks = sum(1 for c in conversations if c.conversation_id in wanted for ask in c.asks if ask.rung in rungs)
     return asks * campaign.repeats
@@ -94,7 +95,8 @@ def _judge(run: _Run) -> Report:
     return Report(
         run_id=campaign.run_id,
         suite_hash=campaign.suite_hash,
-        partial=len(run.scores) < planned * len(campaign.arms) * len(campaign.builds),
+        partial=len(run.scores)
+        < len(campaign.builds) * sum(planned_replays(campaign, run.conversations, arm) for arm in campaign.arms),
         analysis_version=judgement.analysis_version,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict_config=judgement.config,

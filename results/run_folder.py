@@ -25,6 +25,7 @@ from longrecall.runners.schema import Replay
 
 CAMPAIGN = "campaign.json"
 CONVERSATIONS = "conversations.parquet"
+CONCAT = "concat.parquet"
 REPLAYS = "replays.jsonl"
 SCORES = "scores.parquet"
 TIMING = "timing.json"

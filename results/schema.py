@@ -50,6 +50,10 @@ class Campaign:
     verdict: VerdictConfig
     onset_tokens: int | None = None
     """Longest context at which top-k selection is still the identity (the reference build: 512)."""
+    concurrency: int = 32
+    """Most requests of one build open at a time (arm alone: one)."""
+    gold_logprobs: bool = False
+    """Whether the right answer's log-probabilities were asked for after each reply."""
 
 
 @dataclass(frozen=True, kw_only=True)

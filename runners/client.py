@@ -29,6 +29,7 @@ ERROR_CLASSES = (
     "usage",
     "prompt-tokens",
     "cache",
+    "history",
     "http 4xx",
     "http 5xx",
 )
@@ -56,6 +57,8 @@ class Question:
     logprobs: bool = True
     cached_at_most: int | None = None
     """The most prompt tokens that may come from a cache; a reply with more is void. None: any number."""
+    cached_at_least: int | None = None
+    """Prompt tokens that the arm wants from a cache; recorded beside what came."""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Endpoint:
     build_id: str
     model: str
     client: openai.AsyncOpenAI
+    root: str = ""
+    """URL of the server, without /v1."""
     timeout_s: float = 120.0
     echoes_begun_answer: bool = False
     """The server repeats the begun answer at the start of its reply (llama.cpp)."""
@@ -112,6 +117,7 @@ async def connect(
             build_id=build_id,
             model=model,
             client=client,
+            root=base_url.rstrip("/"),
             timeout_s=timeout_s,
             stream=stream,
             echoes_begun_answer=echoes_begun_answer,
@@ -149,7 +155,7 @@ async def ask(endpoint: Endpoint, question: Question, rng: random.Random) -> Res
             return Response(error=str(problem), e2e_ms=_since(started))
         if endpoint.echoes_begun_answer and question.continue_final and response.text is not None:
             response = replace(response, text=response.text.removeprefix(question.messages[-1]["content"]))
-        return _checked(response, question)
+        return _checked(replace(response, cached_at_least=question.cached_at_least), question)
     raise AssertionError("unreachable")
 
 
@@ -161,30 +167,32 @@ def _since(started: float) -> float:
     return round((time.perf_counter() - started) * 1000, 3)
 
 
-def _arguments(endpoint: Endpoint, question: Question) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    if question.continue_final:
-        extra["continue_final_message"] = True
-        if not endpoint.begun_after_generation_prompt:
-            extra["add_generation_prompt"] = False
-    if question.cache_salt is not None:
-        extra["cache_salt"] = question.cache_salt
-    return {
+def _body(endpoint: Endpoint, question: Question) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "model": endpoint.model,
-        "messages": list(question.messages),
+        "messages": question.messages,
         "temperature": 0,
         "max_tokens": question.max_tokens,
-        "stop": list(question.stop) or openai.omit,
-        "logprobs": question.logprobs or openai.omit,
-        "extra_body": extra,
     }
+    if question.stop:
+        body["stop"] = question.stop
+    if question.logprobs:
+        body["logprobs"] = True
+    if question.continue_final:
+        body["continue_final_message"] = True
+        if not endpoint.begun_after_generation_prompt:
+            body["add_generation_prompt"] = False
+    if question.cache_salt is not None:
+        body["cache_salt"] = question.cache_salt
+    return body
 
 
 async def _ask_whole(endpoint: Endpoint, question: Question, started: float) -> Response:
-    # The raw response: the client's own parsing would build models of every logprob and hide invalid JSON.
-    raw = await endpoint.client.chat.completions.with_raw_response.create(**_arguments(endpoint, question))
+    # By path and as bytes: `chat.completions.create` checks every key of every message against its types and builds a
+    # model of every logprob, which takes more processor time than the request itself, and hides invalid JSON.
+    content = await endpoint.client.post("/chat/completions", cast_to=bytes, body=_body(endpoint, question))
     e2e_ms = _since(started)
-    body = _json_object(raw.http_response.content)
+    body = _json_object(content)
     choice = _choice(body)
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
@@ -200,14 +208,15 @@ async def _ask_whole(endpoint: Endpoint, question: Question, started: float) -> 
 
 
 async def _ask_stream(endpoint: Endpoint, question: Question, started: float) -> Response:
-    arguments = _arguments(endpoint, question) | {"stream": True, "stream_options": {"include_usage": True}}
+    body = _body(endpoint, question) | {"stream": True, "stream_options": {"include_usage": True}}
     text: list[str] = []
     logprobs: list[float] = []
     finish: str | None = None
     usage: object = None
     ttft_ms: float | None = None
     done = False
-    async with endpoint.client.chat.completions.with_streaming_response.create(**arguments) as raw:
+    create = endpoint.client.chat.completions.with_streaming_response.create
+    async with create(model=endpoint.model, messages=[], stream=True, extra_body=body) as raw:
         lines = raw.iter_lines()
         while True:
             try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from longrecall.runners.patchset import PatchsetError, changes_build
 from longrecall.runners.schema import PatchSet
@@ -91,6 +91,8 @@ class Engine:
     """Route that tells what the server has done so far, as numbers; empty: none."""
     begun_after_generation_prompt: bool = False
     """A begun answer is appended to the generation prompt as it stands, without what the template puts between."""
+    gold_route: Literal["", "generate", "completions"] = ""
+    """Route that gives log-probabilities of an answer forced after a prompt (runners/gold.py); empty: none does."""
     ladders_at_once: int | None = None
     """Conversations of a block that are asked of one server at the same time; None: the whole block."""
 
@@ -205,6 +207,7 @@ ENGINES: Mapping[str, Engine] = {
             shared_mb=900,
             onset_tokens=512,
             statistics_path="/statistics",
+            gold_route="generate",
         ),
         Engine(
             name="llamacpp",
@@ -239,6 +242,7 @@ ENGINES: Mapping[str, Engine] = {
                       "startup_time", "memory_usage", "last_gen_throughput", "avg_spec_accept_length", "step_time_dict",
                       "num_(running|waiting|used)_.*", "token_usage", "max_total_num_tokens", "token_capacity.*"),
             begun_after_generation_prompt=True,
+            gold_route="generate",
             # Batches then hold the probes of one conversation at one rung, whatever the others take: quieter replies.
             ladders_at_once=1,
             server_mb=2600,  # an estimate: 2 GB in three processes was seen idle, on the CPU

@@ -17,7 +17,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,12 +56,13 @@ class Sent:
 
 def encode_replay(replay: Replay) -> bytes:
     """One line; fields of the response that are unknown are left out."""
-    record = asdict(replay)
-    record["response"] = {name: value for name, value in record["response"].items() if value is not None}
+    # Not asdict, whose copies of every number would take twice the time of the JSON.
+    response = {name: value for name, value in vars(replay.response).items() if value is not None}
+    record = {**vars(replay), "response": response}
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-class _AppendFile:
+class AppendFile:
     """A file that grows by whole lines; a write that fails leaves the lines before it and nothing of its own."""
 
     def __init__(self, path: Path) -> None:
@@ -105,12 +106,14 @@ class Journal:
     """Opened on a run folder, new or left behind by a crash.
 
     Attributes:
+        folder: the run folder.
         answered: keys with an answer.
         in_flight: keys that an earlier process sent and whose answer it never wrote.
         next_send_order: one past the highest place given out so far.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir
         self._lock_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,15 +122,15 @@ class Journal:
             raise JournalError(
                 f"{run_dir} is being written by another process; wait for it or give another --run-dir"
             ) from None
-        self._replays = _AppendFile(run_dir / REPLAYS)
-        self._sent = _AppendFile(run_dir / SENT)
+        self._replays = AppendFile(run_dir / REPLAYS)
+        self._sent = AppendFile(run_dir / SENT)
         self.answered: set[Key] = set()
         self.next_send_order = 0
         self._read_replays()
         sent = self._read_sent()
         self.in_flight: tuple[Key, ...] = tuple(key for key in sent if key not in self.answered)
         # Lines of several tasks share one fsync: the one who holds the lock writes what has gathered.
-        self._waiting: dict[_AppendFile, list[bytes]] = {self._replays: [], self._sent: []}
+        self._waiting: dict[AppendFile, list[bytes]] = {self._replays: [], self._sent: []}
         self._asked = {self._replays: 0, self._sent: 0}
         self._done = {self._replays: 0, self._sent: 0}
         self._locks = {self._replays: asyncio.Lock(), self._sent: asyncio.Lock()}
@@ -177,7 +180,7 @@ class Journal:
         self.answered.add(key)
         await self._append(self._replays, encode_replay(replay))
 
-    async def _append(self, file: _AppendFile, lines: bytes) -> None:
+    async def _append(self, file: AppendFile, lines: bytes) -> None:
         self._waiting[file].append(lines)
         self._asked[file] += 1
         ticket = self._asked[file]
@@ -186,7 +189,7 @@ class Journal:
         flush.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when nobody awaits it
         await asyncio.shield(flush)
 
-    async def _flush(self, file: _AppendFile, ticket: int) -> None:
+    async def _flush(self, file: AppendFile, ticket: int) -> None:
         async with self._locks[file]:
             if self._done[file] >= ticket:
                 return

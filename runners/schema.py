@@ -8,7 +8,8 @@ from typing import Literal
 
 SCHEMA_VERSION = 1
 
-Arm = Literal["warm", "cold", "branched", "free", "concat"]
+Arm = Literal["warm", "cold", "branched", "free", "concat", "alone", "mirrored"]
+"""How a question is asked; runners/prompts.py says what each sends."""
 Role = Literal["suspect", "positive-control", "negative-control"]
 Expect = Literal["culprit", "exonerated"]
 
@@ -116,6 +117,8 @@ class Response:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    cached_at_least: int | None = None
+    """Prompt tokens that this arm wants from the prefix cache. Fewer do not spoil the answer: they are reported."""
     completion_tokens: int | None = None
     token_logprobs: tuple[float, ...] | None = None
     """Natural-log probability of each generated token."""

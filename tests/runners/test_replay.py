@@ -67,7 +67,7 @@ def run(
             journal = Journal(run_dir)
             try:
                 return await replay(
-                    plan, endpoints, journal, parallel=2, messages_for=planted.messages_for, check_alive=check,
+                    plan, endpoints, journal, parallel=2, check_alive=check,
                     on_reply=on_reply,
                 )  # fmt: skip
             finally:
@@ -254,7 +254,7 @@ async def go():
                      for name, url in {urls!r}.items()}}
         journal = Journal(Path({run_dir!r}))
         print("in flight", len(journal.in_flight), flush=True)
-        await replay(plan, endpoints, journal, parallel=2, messages_for=planted.messages_for)
+        await replay(plan, endpoints, journal, parallel=2)
         journal.close()
 asyncio.run(go())
 print("done", flush=True)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrecall.needles.render import Ruler
-from longrecall.results.campaign import after_generation_prompt, server_info
+from longrecall.results.campaign import server_info
 from longrecall.runners import sglang, sglang_install, sglang_model, sglang_shim
 from longrecall.runners.builds import (
     BuildError,
@@ -31,6 +31,7 @@ from longrecall.runners.cli import builds as builds_command
 from longrecall.runners.engines import ENGINES, engine_of
 from longrecall.runners.patchset import PatchsetError, parse_patchset
 from longrecall.runners.processes import HeldPort, Server, ServerError
+from longrecall.runners.prompts import after_generation_prompt
 from longrecall.runners.schema import Deployment, PatchSet
 from longrecall.runners.sglang_group import builds_at_once, gpus_of
 from longrecall.runners.sglang_launch import launch_plans, shell_text
@@ -382,9 +383,9 @@ def test_a_begun_answer_carries_what_the_template_puts_before_it(planted: object
     ruler = Ruler.from_folder(tmp_path)
     (conversation,) = planted.make(1)  # type: ignore[attr-defined]
     ask = conversation.asks[0]
-    messages = after_generation_prompt(ruler)(conversation, ask)
-    assert messages[-1] == {"role": "assistant", "content": " The code of N0x0 is"}
     plain = planted.messages_for(conversation, ask)  # type: ignore[attr-defined]
+    messages = after_generation_prompt(ruler)(plain)
+    assert messages[-1] == {"role": "assistant", "content": " The code of N0x0 is"}
     opened = ruler.render(messages[:-1], add_generation_prompt=True)
     assert opened + messages[-1]["content"] == ruler.render(plain, continue_final_message=True)
 

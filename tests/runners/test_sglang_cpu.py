@@ -16,13 +16,14 @@ import pytest
 
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
-from longrecall.needles.render import Ruler
-from longrecall.results.campaign import after_generation_prompt, server_info
+from longrecall.needles.render import Ruler, messages_for
+from longrecall.results.campaign import server_info
 from longrecall.runners.builds import ModelFolder, PreparedBuild, changed_keys, prepare_builds
 from longrecall.runners.client import Question, ask, connect
 from longrecall.runners.engines import ENGINES, ROOT
 from longrecall.runners.patchset import load_patchset
 from longrecall.runners.processes import HeldPort, Server
+from longrecall.runners.prompts import after_generation_prompt
 from longrecall.runners.schema import Deployment, Response
 from longrecall.runners.sglang_install import is_complete
 from longrecall.runners.sglang_model import sglang_folder
@@ -97,15 +98,15 @@ def test_the_prompt_is_the_planned_one_and_the_cache_says_so(base: tuple[Server,
     ruler = Ruler.from_folder(sglang_folder())
     (conversation,) = make_conversations(recipe("reference"), ruler=ruler, rungs=(512,), count=1, seed=3)
     asked = conversation.asks[0]
-    ask_with = after_generation_prompt(ruler)
+    as_sent = after_generation_prompt(ruler)
 
     async def replies() -> list[Response]:
         found = []
         async with connect("base", server.url, model="x", begun_after_generation_prompt=True) as endpoint:
             for salt, limit in ((None, None), (None, None), ("alone", 0)):
                 question = Question(
-                    messages=ask_with(conversation, asked), prompt_tokens=asked.prompt_tokens, continue_final=True,
-                    cache_salt=salt, cached_at_most=limit,
+                    messages=as_sent(messages_for(conversation, asked)), prompt_tokens=asked.prompt_tokens,
+                    continue_final=True, cache_salt=salt, cached_at_most=limit,
                 )  # fmt: skip
                 found.append(await ask(endpoint, question, random.Random(0)))
             long = Question(
