@@ -220,6 +220,8 @@ ENGINES: Mapping[str, Engine] = {
             volatile=("media_marker",),
             info_path="/props",
             echoes_begun_answer=True,
+            # One slot, one cached prompt: conversations that take turns would throw each other out of it.
+            ladders_at_once=1,
             server_mb=600,
             shared_mb=300,
         ),

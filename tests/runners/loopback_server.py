@@ -30,6 +30,7 @@ class Loopback:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.arrived = 0
+        self.open = 0
         self.prefixes: set[str] = set()
         self.seen = open(options.seen, "a", buffering=1) if options.seen else None
         self.faults: dict[str, str] = json.loads(Path(options.faults).read_text()) if options.faults else {}
@@ -53,8 +54,12 @@ class Loopback:
                 method, path, _ = head.split(b"\r\n")[0].decode().split(" ")
                 length = re.search(rb"content-length: *(\d+)", head, re.I)
                 body = await reader.readexactly(int(length.group(1))) if length else b""
-                if not await self.answer(method, path, json.loads(body) if body else {}, writer):
-                    return
+                self.open += 1
+                try:
+                    if not await self.answer(method, path, json.loads(body) if body else {}, writer):
+                        return
+                finally:
+                    self.open -= 1
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
@@ -80,7 +85,8 @@ class Loopback:
         self.arrived += 1
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         if self.seen:
-            self.seen.write(json.dumps({"number": number, "key": key, "salt": body.get("cache_salt")}) + "\n")
+            line = {"number": number, "key": key, "salt": body.get("cache_salt"), "open": self.open, "text": text}
+            self.seen.write(json.dumps(line) + "\n")
         fault = self.faults.get(key) or self.faults.get(str(number)) or self.faults.get("*")
         if self.options.delay:
             await asyncio.sleep(self.options.delay)

@@ -18,11 +18,17 @@ import openai
 import pytest
 import uvicorn
 
+from longrecall.needles.render import Ruler
+from longrecall.needles.schema import Probe
+from longrecall.runners.client import connect
+from longrecall.runners.gold import GoldScorer
+from longrecall.runners.prompts import make_prompts
 from longrecall.runners.reference.app import Api
 from longrecall.runners.reference.engine import Engine, Settings
 from longrecall.runners.reference.protocol import Limits
 from longrecall.runners.reference.server import bind
 from longrecall.runners.reference.tokenizer import TextTokenizer
+from longrecall.runners.schema import Response
 
 CONTEXT = 2048
 WAIT_S = 30
@@ -548,3 +554,38 @@ def test_the_ruler_of_needles_counts_what_is_served(served: Served, small_folder
     ):
         tokens = served.post("/tokenize", {"messages": messages, **flags}).json()["tokens"]
         assert list(ruler.encode(messages, **flags)) == tokens
+
+
+def test_the_right_answer_is_scored_by_both_routes(served: Served, small_folder: Path) -> None:
+    ruler = Ruler.from_folder(small_folder)
+    prompts = make_prompts(ruler, {}, after_prompt=False)
+    assert prompts.encode is not None
+    begun = [*MESSAGES, {"role": "assistant", "content": "The code of Ann is"}]
+    gold = Probe(probe_id="p", kind="single", question="", gold="48213")
+    scorers = [GoldScorer(route=route, encode=prompts.encode) for route in ("generate", "completions")]  # type: ignore[arg-type]
+    ids, start = scorers[0].forced(begun, gold)
+    assert served.tokenizer.decode(ids[start:]) == " 48213"
+
+    async def replies() -> list[Response]:
+        async with connect("b", served.url, model="reference") as endpoint:
+            return [await scorer.scored(endpoint, Response(text="x"), begun, gold, None) for scorer in scorers]
+
+    by_generate, by_echo = asyncio.run(replies())
+    assert by_generate.gold_logprobs is not None and len(by_generate.gold_logprobs) == len(ids) - start
+    assert by_generate.gold_logprobs == pytest.approx(by_echo.gold_logprobs, abs=1e-4)
+    assert all(not scorer.problems for scorer in scorers)
+
+
+def test_a_server_without_the_route_leaves_the_answer_unscored_and_is_counted(
+    served: Served, small_folder: Path
+) -> None:
+    prompts = make_prompts(Ruler.from_folder(small_folder), {}, after_prompt=False)
+    assert prompts.encode is not None
+    scorer = GoldScorer(route="generate", encode=prompts.encode)
+    gold = Probe(probe_id="p", kind="single", question="", gold="48213")
+
+    async def one() -> Response:
+        async with connect("b", f"{served.url}/nothing", model="reference") as endpoint:
+            return await scorer.scored(endpoint, Response(text="x"), MESSAGES, gold, None)
+
+    assert asyncio.run(one()).gold_logprobs is None and sum(scorer.problems.values()) == 1
