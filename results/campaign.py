@@ -35,6 +35,7 @@ from longrecall.needles.recipes import recipe as named_recipe
 from longrecall.needles.render import Ruler
 from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
+from longrecall.results.preflight import problem_of
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners.builds import (
     BASE,
@@ -53,7 +54,7 @@ from longrecall.runners.engines import Engine, engine_of
 from longrecall.runners.gold import GoldScorer
 from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
-from longrecall.runners.processes import Server, ServerError, stop_all
+from longrecall.runners.processes import Server, ServerError, log_tail, stop_all
 from longrecall.runners.prompts import Prompts, make_prompts
 from longrecall.runners.replay import BuildGone, ReplayPlan, Reply, replay, unanswered
 from longrecall.runners.schema import Arm, Build, PatchSet
@@ -598,10 +599,12 @@ async def _ask_all(
         ids = [prepared.build.build_id for prepared in wave]
         async with AsyncExitStack() as stack:
             with stages.stage("start_s"):
-                campaign = await _start(plan, wave, run_dir, campaign, servers, infos, watcher)
+                campaign, failed = await _start(plan, wave, run_dir, campaign, servers, infos, watcher)
             endpoints = {}
             for prepared in wave:
                 build_id = prepared.build.build_id
+                if build_id in failed:
+                    continue
                 url = servers[build_id].url if build_id in servers else prepared.endpoint
                 assert url is not None
                 endpoints[build_id] = await stack.enter_async_context(
@@ -622,6 +625,14 @@ async def _ask_all(
                     raise BuildGone(str(problem)) from None
 
             prompts = replace(plan.prompts, page_tokens=page_tokens([infos.get(name) for name in ids]))
+            for build_id, endpoint in endpoints.items():
+                wrong = await problem_of(endpoint, prompts, plan.conversations[0], str(plan.model.path))
+                if wrong is not None:
+                    tail = f"; its log ends:\n{log_tail(servers[build_id].log)}" if build_id in servers else ""
+                    failed[build_id] = f"build {build_id} at {endpoint.root}: {wrong}{tail}"
+            _without(failed, watcher)
+            gone |= failed
+            ids = [name for name in ids if name not in failed]
             with stages.stage("replay_s"):
                 try:
                     result = await replay(
@@ -687,8 +698,12 @@ async def _start(
     servers: dict[str, Server],
     infos: dict[str, dict[str, object]],
     watcher: Watcher,
-) -> Campaign:
-    """Start the servers of a wave, wait for each one's first token, and compare what each says of itself."""
+) -> tuple[Campaign, dict[str, str]]:
+    """Start the servers of a wave, wait for each one's first token, and compare what each says of itself.
+
+    Returns the campaign with what they say, and the builds that did not come up, with the message; the others go on.
+    Without the base there is nothing to compare with, and the campaign ends.
+    """
     started = []
     for place, prepared in enumerate(wave):
         if prepared.endpoint is None:
@@ -700,14 +715,27 @@ async def _start(
             started.append(servers[build_id])
     if started:
         watcher.note(f"starting {len(started)} servers")
+    failed: dict[str, str] = {}
     for server in started:
-        server.start()
-    try:
-        async with asyncio.TaskGroup() as group:
-            for server in started:
-                group.create_task(server.wait_ready(plan.options.start_timeout_s or plan.engine.start_timeout_s))
-    except* ServerError as problems:
-        raise CampaignError(str(_first(problems))) from None
+        try:
+            server.start()
+        except ServerError as problem:
+            failed[server.name] = str(problem)
+    timeout_s = plan.options.start_timeout_s or plan.engine.start_timeout_s
+    waited = [server for server in started if server.name not in failed]
+    for server, outcome in zip(
+        waited,
+        await asyncio.gather(*(item.wait_ready(timeout_s) for item in waited), return_exceptions=True),
+        strict=True,
+    ):
+        if isinstance(outcome, ServerError):
+            failed[server.name] = str(outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    if BASE in failed:
+        raise CampaignError(failed[BASE])
+    stop_all([servers.pop(name) for name in failed])
+    started = [server for server in started if server.name not in failed]
     if plan.engine.capabilities.server_info:
         for server in started:
             parts = {
@@ -736,7 +764,15 @@ async def _start(
         run_folder.write_json(run_dir / "builds" / build.build_id / "manifest.json", build)
     campaign = replace(campaign, builds=told)
     run_folder.write_campaign(run_dir, campaign)
-    return campaign
+    return campaign, failed
+
+
+def _without(failed: Mapping[str, str], watcher: Watcher) -> None:
+    """Say which builds are left out; raises CampaignError when the base is one of them."""
+    if BASE in failed:
+        raise CampaignError(failed[BASE])
+    for build_id, message in failed.items():
+        watcher.note(f"build {build_id} is left out, the others go on: {message}")
 
 
 def page_tokens(infos: Sequence[Mapping[str, object] | None]) -> int:

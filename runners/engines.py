@@ -288,6 +288,15 @@ def engine_of(patchset: PatchSet) -> Engine:
             raise PatchsetError(
                 f"{where}: engine {engine.name!r} asks running servers: give endpoint, and no diffs, env or args"
             )
+    urls: dict[str, str] = {}
+    for name, url in (("source", patchset.source), *((p.patch_id, p.endpoint) for p in patchset.patches)):
+        if url and not engine.launches:
+            where = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
+            if where in urls:
+                raise PatchsetError(
+                    f"{patchset.path}: {name!r} and {urls[where]!r} name one server, {url}: two builds are two servers"
+                )
+            urls[where] = name
     if not engine.launches and not patchset.source:
         raise PatchsetError(f"{patchset.path}: engine {engine.name!r} needs source = the base URL of the base server")
     return engine

@@ -133,6 +133,8 @@ class Server:
         code = self.exit_code()
         if code is not None:
             how = f"was ended by {signal.Signals(code - 128).name}" if 128 < code < 193 else f"ended with code {code}"
+            if code == 128 + signal.SIGKILL:
+                how += " (out of memory?)"
             raise ServerError(f"build {self.name}: the server {how}; its log {self.log} ends:\n{log_tail(self.log)}")
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -99,6 +100,11 @@ def write_patchset(folder: Path, urls: dict[str, str]) -> Path:
     path = folder / "demo.toml"
     path.write_text(text)
     return path
+
+
+def unserved() -> dict[str, str]:
+    """Addresses of builds that are never reached."""
+    return {name: f"http://127.0.0.1:{port}" for port, name in enumerate(BUILDS, 9)}
 
 
 def command(patchset: Path, model: Path, runs: Path, *args: str) -> list[str]:
@@ -201,7 +207,7 @@ def test_sigterm_ends_it_in_order_and_says_how_to_go_on(tmp_path: Path, patchset
 def test_what_cannot_be_used_is_named_and_leaves_nothing(
     tmp_path: Path, model: Path, args: list[str], code: int, said: str
 ) -> None:
-    patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, "http://127.0.0.1:9"))
+    patchset = write_patchset(tmp_path, unserved())
     argv = command(patchset, model, tmp_path / "runs", *args)[3:]
     done = CliRunner().invoke(build_app(argv), argv)
     assert done.exit_code == code, done.output
@@ -212,7 +218,7 @@ def test_what_cannot_be_used_is_named_and_leaves_nothing(
 
 def test_a_dead_port_is_one_message_and_exit_3(tmp_path: Path, model: Path) -> None:
     held = HeldPort()
-    patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, f"http://127.0.0.1:{held.port}"))
+    patchset = write_patchset(tmp_path, unserved() | {"base": f"http://127.0.0.1:{held.port}"})
     done = run(command(patchset, model, tmp_path / "runs"))
     held.release()
     assert done.returncode == 3
@@ -227,7 +233,7 @@ def test_an_endpoint_that_is_something_else_is_named(tmp_path: Path, model: Path
     try:
         assert page.stdout is not None
         port = page.stdout.readline().split(" port ")[1].split()[0]
-        patchset = write_patchset(tmp_path, dict.fromkeys(BUILDS, f"http://127.0.0.1:{port}"))
+        patchset = write_patchset(tmp_path, unserved() | {"base": f"http://127.0.0.1:{port}"})
         done = run(command(patchset, model, tmp_path / "runs"))
     finally:
         page.kill()
@@ -354,9 +360,49 @@ def test_a_server_that_says_it_is_something_else_is_refused(launched: Callable[.
 def test_a_server_that_dies_at_start_is_one_message_with_its_log(
     launched: Callable[..., Options], tmp_path: Path
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"build broken: the server ended with code 9(?s:.*)cannot load the weights"):
-        run_campaign(launched('[[patch]]\nid = "broken"\nargs = ["--exit-at-start", "9"]\n'), Watcher())
+    options = launched(BAD + '[[patch]]\nid = "broken"\nargs = ["--exit-at-start", "9"]\n')
+    outcome = run_campaign(options, Watcher())
+    assert list(outcome.gone) == ["broken"] and outcome.report.partial
+    assert "the server ended with code 9" in outcome.gone["broken"]
+    assert "cannot load the weights" in outcome.gone["broken"]
+    assert exit_code(outcome.report, frozenset(), outcome.gone) == 3
+    asked = {missing.build: missing.n_asked for missing in outcome.report.missing}
+    assert asked["base"] == asked["base-again"] == asked["bad"] == 3 * PROBES * 2 and not asked.get("broken")
     assert our_children(tmp_path) == set()
+
+
+def test_without_the_base_there_is_no_campaign(launched: Callable[..., Options], tmp_path: Path) -> None:
+    options = launched('args = ["--exit-at-start", "9"]\n' + BAD)
+    with pytest.raises(CampaignError, match=r"build base: the server ended with code 9(?s:.*)cannot load the weights"):
+        run_campaign(options, Watcher())
+    assert our_children(tmp_path) == set()
+
+
+def test_a_server_that_runs_out_of_memory_is_named_with_its_log(
+    launched: Callable[..., Options], tmp_path: Path
+) -> None:
+    outcome = run_campaign(launched(BAD + '[[patch]]\nid = "greedy"\nargs = ["--out-of-memory"]\n'), Watcher())
+    assert "was ended by SIGKILL (out of memory?)" in outcome.gone["greedy"]
+    assert "allocating the KV cache" in outcome.gone["greedy"] and our_children(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ('["--extra-tokens", "1"]', r"it counts \d+ tokens where the tokenizer and chat template of .* make \d+"),
+        ('["--template-error"]', "it cannot be asked: http 400: .*roles must alternate"),
+    ],
+    ids=["another tokenizer", "a template that raises"],
+)
+def test_a_build_that_cannot_be_asked_is_left_out_and_the_others_go_on(
+    launched: Callable[..., Options], patch: str, said: str
+) -> None:
+    outcome = run_campaign(launched(f'{BAD}[[patch]]\nid = "other"\nargs = {patch}\n'), Watcher())
+    assert list(outcome.gone) == ["other"] and re.search(said, outcome.gone["other"])
+    assert "its log ends" in outcome.gone["other"]
+    asked = {missing.build: missing.n_asked for missing in outcome.report.missing}
+    assert asked["bad"] == 3 * PROBES * 2 and not asked.get("other")
+    assert exit_code(outcome.report, frozenset(), outcome.gone) == 3
 
 
 def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on(

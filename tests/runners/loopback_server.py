@@ -81,6 +81,10 @@ class Loopback:
             return self.send(writer, 500, {"error": {"message": "precision is 'bf15'"}})
         if question == "Hello":
             return self.send(writer, 200, self.completion(text, body, "Hi"))
+        if self.options.template_error:
+            return self.send(writer, 400, {"error": {"message": "Conversation roles must alternate"}})
+        if body.get("max_tokens") == 1:  # the prompt before the first question
+            return self.send(writer, 200, self.completion(text, body, " 1"))
         number = self.arrived
         self.arrived += 1
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -156,7 +160,7 @@ class Loopback:
         return f" {found}."
 
     def completion(self, text: str, body: dict[str, Any], reply: str) -> dict[str, Any]:
-        words = self.count(body["messages"])
+        words = self.count(body["messages"]) + self.options.extra_tokens
         prefix = "\n".join(message["content"] for message in body["messages"][:-2])
         cached = len(prefix.split()) if prefix in self.prefixes and "cache_salt" not in body else 0
         self.prefixes.add(prefix)
@@ -208,6 +212,9 @@ async def main(options: argparse.Namespace) -> None:
     if options.exit_at_start is not None:
         print("loopback: cannot load the weights: file is cut", file=sys.stderr, flush=True)
         sys.exit(options.exit_at_start)
+    if options.out_of_memory:
+        print("loopback: allocating the KV cache", file=sys.stderr, flush=True)
+        signal.raise_signal(signal.SIGKILL)
     if options.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.orphan:
@@ -237,6 +244,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--never-ready", action="store_true")
     made.add_argument("--no-token", action="store_true")
     made.add_argument("--orphan")
+    made.add_argument("--out-of-memory", action="store_true")
+    made.add_argument("--extra-tokens", type=int, default=0)
+    made.add_argument("--template-error", action="store_true")
     return made
 
 

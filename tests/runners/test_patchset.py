@@ -104,3 +104,13 @@ def test_running_servers_take_endpoints_and_nothing_else(file: Path) -> None:
         engine_of(parse_patchset(given + 'args = ["--x"]\n', file))
     with pytest.raises(PatchsetError, match="source = the base URL"):
         engine_of(parse_patchset(given.replace('source = "http://a:1"\n', "") + 'endpoint = "http://b:1"\n', file))
+
+
+def test_two_builds_cannot_be_one_running_server(file: Path) -> None:
+    text = 'name = "x"\nengine = "openai"\nsource = "http://127.0.0.1:8000/v1"\n'
+    for url in ("http://127.0.0.1:8000", "http://localhost:8000/v1/"):
+        file.write_text(f'{text}[[patch]]\nid = "a"\nendpoint = "{url}"\n')
+        with pytest.raises(PatchsetError, match="'a' and 'source' name one server"):
+            engine_of(load_patchset(file))
+    file.write_text(f'{text}[[patch]]\nid = "a"\nendpoint = "http://127.0.0.1:8001"\n')
+    assert engine_of(load_patchset(file)).name == "openai"
