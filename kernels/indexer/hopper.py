@@ -1,11 +1,13 @@
-"""The collect pass for many queries over shared keys, written in Gluon for Hopper's asynchronous matrix units.
+"""The collect pass written in Gluon for Hopper's asynchronous matrix units: same contract as `kernel._collect_kernel`.
 
-Same contract as `kernel._collect_kernel` up to the lists, which `kernel._select_lists_kernel` reads as they are. What
-Gluon adds: while the scores of two queries are reduced and filtered, the product of the next two already runs, so the
-matrix units wait for nobody; and each thread owns one score of the tile, reached without shared memory.
+For many queries over shared keys (`collect_kernel`, up to the lists, which `kernel._select_lists_kernel` reads as they
+are): while the scores of two queries are reduced and filtered, the product of the next two already runs, so the matrix
+units wait for nobody; and each thread owns one score of the tile, reached without shared memory. For one query, or
+queries with keys of their own (`collect_own_kernel`), bytes decide: a tile takes three barriers, so that three programs
+a multiprocessor keep the memory busy, and the first keys arrive while the threshold is still being found.
 
-A program streams key tiles of BK rows through STAGES buffers (bulk copies, one barrier each) past 2 * BQ resident
-queries. Keys are the rows of the product, so the H heads of a query lie in one thread quad: two shuffles sum them.
+A program streams key tiles of BK rows through STAGES buffers (bulk copies, one barrier each) past resident queries.
+Keys are the rows of the product, so the H heads of a query lie in one thread quad: two shuffles sum them.
 """
 
 from triton.experimental import gluon
@@ -18,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
@@ -143,17 +146,134 @@ def collect_kernel(
         gl.thread_barrier()  # the next task's queries overwrite these
 
 
+@gluon.jit
+def collect_own_kernel(
+    q_desc, k_desc, scale_ptr, w_ptr, visible_ptr, threshold_ptr, values_ptr, index_ptr,
+    dense_values_ptr, dense_index_ptr, count_ptr, T, S, tasks, splits,
+    H: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, CAP: gl.constexpr, DENSE: gl.constexpr, OVERFLOW: gl.constexpr,
+    DISTINCT: gl.constexpr, SCALED: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    dtype: gl.constexpr, layout: gl.constexpr, mma: gl.constexpr, k_layout: gl.constexpr, q_layout: gl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tasks = queries x splits of the keys, for a query alone or with its own keys.
+
+    Fills the dense buffers of `kernel._collect_kernel`. Lists of a program: [CAP, BK] slots. With EARLY, what precedes
+    in the stream is this call's own kernels, so keys are fetched before the threshold is waited for.
+    """
+    BYTES: gl.constexpr = BK * D * dtype.primitive_bitwidth // 8
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    columns_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BK, D], k_layout)
+    q_smem = gl.allocate_shared_memory(dtype, [H, D], q_layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    mbarrier.init(q_bar, count=1)
+    fence_async_shared()
+    o_r = gl.arange(0, BK, layout=rows_layout)
+    o_q = gl.arange(0, 1, layout=columns_layout)
+    o_n = gl.arange(0, H, layout=gl.SliceLayout(0, mma))
+    start = o_r[:, None] + o_q[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    base = gl.program_id(0).to(gl.int64) * (BK * CAP)
+    values_ptr += base
+    index_ptr += base
+    n = 0
+    turn = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        row = task // splits
+        visible = gl.minimum(gl.load(visible_ptr + row + o_q), S)
+        limit = gl.max(visible, 0)
+        share = gl.cdiv(gl.cdiv(limit, BK), splits)
+        low = (task % splits) * share
+        high = gl.minimum(low + share, gl.cdiv(limit, BK))
+        first = 0
+        if DISTINCT:
+            first = row * S
+        mbarrier.expect(q_bar, H * D * dtype.primitive_bitwidth // 8)
+        tma.async_copy_global_to_shared(q_desc, [row * H, 0], q_bar, q_smem)
+        for ahead in gl.static_range(STAGES):
+            _fetch(k_desc, k_smem, bars, n + ahead, first + (low + ahead) * BK, low + ahead < high, STAGES, BYTES)
+        w = gl.load(w_ptr + row * H + o_n) * 0.5
+        if SCALED:
+            source = scale_ptr + first + gl.zeros([BK], gl.int64, rows_layout) + o_r
+            scale = gl.load(source + low * BK, mask=low * BK + o_r < S, other=0.0)
+        if PDL:
+            gdc_wait()
+        threshold = gl.load(threshold_ptr + row + o_q)
+        position = start
+        mbarrier.wait(q_bar, turn & 1)
+        turn += 1
+        for i in range(low, high):
+            key = i * BK + o_r
+            if SCALED:
+                following = gl.load(source + (i + 1) * BK, mask=key + BK < S, other=0.0)
+            mbarrier.wait(bars.index(n % STAGES), (n // STAGES) & 1)
+            zero = gl.zeros([BK, H], gl.float32, mma)
+            acc = warpgroup_mma(
+                k_smem.index(n % STAGES), q_smem.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True
+            )
+            dots = warpgroup_mma_wait(0, deps=[acc])
+            gl.thread_barrier()  # every warp has passed the product, whose buffer the next fetch fills
+            _fetch(k_desc, k_smem, bars, n + STAGES, first + (i + STAGES) * BK, i + STAGES < high, STAGES, BYTES)
+            s = _reduce(dots, w, BK, 1, H, layout)
+            if SCALED:
+                s = s * scale[:, None]
+                scale = following
+            position = _append(s, key, threshold, visible, position, values_ptr, index_ptr, BK, CAP)
+            n += 1
+        _pack_own(
+            position,
+            start,
+            row,
+            values_ptr,
+            index_ptr,
+            dense_values_ptr,
+            dense_index_ptr,
+            count_ptr,
+            BK,
+            CAP,
+            DENSE,
+            OVERFLOW,
+        )
+        gl.thread_barrier()  # the next task's query overwrites this one
+
+
+@gluon.jit
+def _pack_own(
+    position, start, row, values_ptr, index_ptr, dense_values_ptr, dense_index_ptr, count_ptr,
+    BK: gl.constexpr, CAP: gl.constexpr, DENSE: gl.constexpr, OVERFLOW: gl.constexpr,
+):  # fmt: skip
+    """Each thread's lists to the end of the row's buffer: few lists hold anything, so one atomic for each that does."""
+    count = (position - start) // BK
+    kept = gl.minimum(count, CAP)
+    most = gl.max(gl.max(count, 0), 0)
+    added = kept + gl.where((start == 0) & (most > CAP), OVERFLOW, 0)
+    target = gl.atomic_add(count_ptr + row + gl.zeros_like(start), added, mask=added > 0, sem="relaxed")
+    o_row = row.to(gl.int64) * DENSE
+    for c in range(0, gl.minimum(most, CAP)):
+        m = c < kept
+        s = gl.load(values_ptr + start + c * BK, mask=m, other=0.0)
+        i = gl.load(index_ptr + start + c * BK, mask=m, other=0)
+        m = m & (target + c < DENSE) & (target + c >= 0)
+        gl.store(dense_values_ptr + o_row + target + c, s, mask=m)
+        gl.store(dense_index_ptr + o_row + target + c, i, mask=m)
+
+
 def layouts(dtype, *, keys: int, queries: int, heads: int, dim: int) -> dict[str, object]:
     """The layouts of a launch: products, the one-score-per-thread tile, shared keys and queries. 4 warps."""
     width = queries * heads
     depth = 256 // dtype.primitive_bitwidth
     mma = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth])
-    # a product leaves row lane // 4 (and + 8) in each lane of a quad: the quad's lanes share out its rows and queries
+    # a product leaves row lane // 4 (and + 8, + 64, …) in each lane of a quad: its lanes share out rows and queries
     rows = [[1, 0], [2, 0], [4, 0]]
     spare = [[0, 1 << b] for b in range(queries.bit_length() - 1)] + [[8, 0]]
-    registers = [[64 << b, 0] for b in range((keys // 64).bit_length() - 1)] + spare[2:]
+    spare += [[64 << b, 0] for b in range((keys // 64).bit_length() - 1)]
     layout = gl.DistributedLinearLayout(
-        reg_bases=registers,
+        reg_bases=spare[2:],
         lane_bases=spare[:2] + rows,
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],

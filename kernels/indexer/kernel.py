@@ -28,8 +28,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longrecall.kernels.indexer.formats import Packed, decode_bytes, dequantize
 
-OVERFLOW = tl.constexpr(1 << 24)
-"""Added to a row's count when a list ran over; no honest count reaches it."""
+OVERFLOW = tl.constexpr(1 << 20)
+"""Added to a row's count by each program in which a list ran over: no honest count reaches it, and 2,000 such programs
+do not wrap to one."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Threshold that every finite score reaches and neither -inf nor NaN does."""
 
@@ -47,16 +48,6 @@ def _start(PDL: tl.constexpr, FIRST: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
         if not FIRST:
             tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _prefetch(start, stop, BYTES: tl.constexpr):
-    """Bring BYTES from the address `start` on, but nothing past `stop`, into the L2 cache, 512 a thread of 4 warps."""
-    address = start + tl.arange(0, BYTES // 512).to(tl.int64) * 512
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l", [tl.minimum(address, stop - 512)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -95,6 +86,35 @@ def _rank_key(keys, rank, slack):
                     bit = one  # the last turn
         bit = bit >> 1
     return found
+
+
+@triton.jit
+def _tail_key(keys, rank, slack):
+    """As `_rank_key`, in half its counts where values spread evenly, at most twice as many anywhere.
+
+    Three of four steps halve the bracket as values, the fourth as bits, which no outlier can stop.
+    """
+    high = tl.max(keys) + 1
+    low = tl.min(tl.where(keys == 0, high, keys))
+    if tl.sum((keys > 0).to(tl.int32)) < rank:
+        low = tl.zeros((), tl.uint32)
+        high = low
+    turn = 0
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if turn % 4 != 3:
+            half = _sortable(0.5 * _unsortable(low) + 0.5 * _unsortable(high) + 0.0)
+            if (half > low) & (half < high):
+                middle = half
+        count = tl.sum((keys >= middle).to(tl.int32))
+        if count >= rank:
+            low = middle
+            if count <= rank + slack:
+                high = low
+        else:
+            high = middle
+        turn += 1
+    return low
 
 
 @triton.jit
@@ -156,35 +176,15 @@ def _load_keys(k_ptr, first, key, limit, D: tl.constexpr, BK: tl.constexpr, TMA:
 @triton.jit
 def _collect_kernel(
     q_ptr, k_ptr, scale_ptr, w_ptr, visible_ptr, threshold_ptr, lists_values_ptr, lists_index_ptr,
-    dense_values_ptr, dense_index_ptr, count_ptr, plain_k_ptr, T, S, tasks, splits,
+    dense_values_ptr, dense_index_ptr, count_ptr, T, S, tasks, splits,
     H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     DENSE: tl.constexpr, DISTINCT: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tasks = blocks of GROUPS * BQ queries x splits of the keys.
 
     GROUPS = 2 runs two products on each key tile, so that half the accumulator registers are live at a time.
-    PREFETCH: bytes of keys a program asks for before the threshold is known, while it would only wait.
     """
-    if PREFETCH > 0:
-        row = (tl.program_id(0) // splits) * (GROUPS * BQ)
-        rows0 = row + tl.arange(0, BQ)
-        limit = tl.max(tl.minimum(tl.load(visible_ptr + rows0, mask=rows0 < T, other=0), S))
-        ahead = (tl.program_id(0) % splits) * tl.cdiv(tl.cdiv(limit, BK), splits) * BK
-        all_rows = tl.zeros((), tl.int64) + S
-        if DISTINCT:
-            all_rows = all_rows * T
-            _prefetch(
-                (plain_k_ptr + (row.to(tl.int64) * S + ahead) * D).to(tl.int64),
-                (plain_k_ptr + all_rows * D).to(tl.int64),
-                PREFETCH,
-            )
-        else:
-            _prefetch(
-                (plain_k_ptr + ahead.to(tl.int64) * D).to(tl.int64),
-                (plain_k_ptr + all_rows * D).to(tl.int64),
-                PREFETCH,
-            )
     _start(PDL, False)
     STEP: tl.constexpr = BK * BQ
     N: tl.constexpr = BQ * H
@@ -305,7 +305,7 @@ def _threshold_kernel(
         s = tl.load(sample_ptr + row.to(tl.int64) * SAMPLE + tl.arange(0, SAMPLE)) + 0.0
         keys = tl.where(s == s, _sortable(s), 0)
         rank = _sample_rank(visible, K, SAMPLE)
-        found = _unsortable(_rank_key(keys, rank, rank // 8))
+        found = _unsortable(_tail_key(keys, rank, rank // 8))
         # NaN (too few real scores in the sample) and -inf must let everything finite through
         tl.store(threshold_ptr + row, tl.where(found > LOWEST, found, LOWEST))
 
@@ -331,7 +331,7 @@ def _row_threshold_kernel(
         s = tl.load(scores_ptr + row.to(tl.int64) * S + place * 8 + j % 8) + 0.0
         keys = tl.where(s == s, _sortable(s), 0)
         rank = _sample_rank(visible, K, SAMPLE)
-        found = _unsortable(_rank_key(keys, rank, rank // 8))
+        found = _unsortable(_tail_key(keys, rank, rank // 8))
         tl.store(threshold_ptr + row, tl.where(found > LOWEST, found, LOWEST))
 
 
@@ -583,7 +583,7 @@ class Launch:
     """Programs that fit a multiprocessor together."""
     tma: bool
     hopper: bool = False
-    """The Gluon kernel; it runs two groups of `queries` however `groups` is set."""
+    """The Gluon kernels; for shared keys they run two groups of `queries` however `groups` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -603,8 +603,6 @@ class Plan:
 
 PDL_ROWS = 64
 """Queries up to which launches are a good part of the time."""
-PREFETCH = 65_536
-"""Bytes of keys that each program of a collect pass has in the L2 cache when its threshold is known: 25 MB in all."""
 
 
 @lru_cache(maxsize=8)
@@ -675,11 +673,12 @@ def choose_launch(q: Tensor, keys: Tensor) -> Launch:
     if keys.dtype == torch.float32:
         queries = 1 if keys.ndim == 3 else max(1, min(_power_of_2(rows), 64 // heads))
         return Launch(queries=queries, groups=1, keys=64, warps=8, stages=2, per_sm=1, tma=False)
+    small = keys.dtype in (torch.bfloat16, torch.float8_e4m3fn) and 8 <= heads <= 128 and dim <= 128
     if keys.ndim == 3 or rows == 1:
         return Launch(
-            queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True
-        )
-    small = keys.dtype in (torch.bfloat16, torch.float8_e4m3fn) and 8 <= heads <= 128 and dim <= 128
+            queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True,
+            hopper=small and has_hopper(q.device) and keys.shape[:-1].numel() < 2**31,
+        )  # fmt: skip
     if small and rows * heads >= 2048 and has_hopper(q.device):
         return Launch(queries=128 // heads, groups=2, keys=64, warps=4, stages=3, per_sm=2, tma=True, hopper=True)
     queries = max(1, min(_power_of_2(rows), 256 // heads))
@@ -749,7 +748,8 @@ def topk_triton(
         DISTINCT=distinct, SCALED=scale is not None, GIVEN=False, PRECISION=precision, num_warps=8 if full else 4,
         **extra,
     )  # fmt: skip
-    if launch.hopper:
+    own = distinct or rows == 1
+    if launch.hopper and not own:
         _collect_hopper(q, keys, scale, weights, visible, threshold, flag, out, k, launch, plan)
         repair()
         return out
@@ -760,15 +760,21 @@ def topk_triton(
     dense_index = torch.empty(rows, plan.dense, device=device, dtype=torch.int32)
     flat = keys.view(-1, dim)
     # a tile of the bulk copy engine must not start past 2^31 rows, and fp32 keys take the plain path
+    if launch.hopper:
+        _collect_own(
+            q, flat, scale, weights, visible, threshold, lists_values, lists_index, dense_values, dense_index, count,
+            launch, plan, distinct=distinct,
+        )  # fmt: skip
+        _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=True)
+        repair()
+        return out
     tma = launch.tma and flat.shape[0] < 2**31 and q.dtype != torch.float32
-    early = tma and extra["PDL"] and plan.sample > 0 and flat.numel() * flat.element_size() >= 1 << 24
     source = TensorDescriptor.from_tensor(flat, [launch.keys, dim]) if tma else flat
     _collect_kernel[(plan.programs,)](
         q, source, scale_arg, weights, visible, threshold, lists_values, lists_index, dense_values, dense_index, count,
-        keys, rows, columns, plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys,
+        rows, columns, plan.tasks, plan.splits, H=heads, D=dim, BQ=launch.queries, BK=launch.keys,
         GROUPS=launch.groups, CAP=plan.cap, DENSE=plan.dense, DISTINCT=distinct, SCALED=scale is not None, TMA=tma,
-        STAGES=launch.stages, PRECISION=precision, PREFETCH=PREFETCH if early else 0, num_warps=launch.warps,
-        num_stages=launch.stages, **extra,
+        STAGES=launch.stages, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages, **extra,
     )  # fmt: skip
     # lists of one program arrive in a fixed order, those of several in any
     _finish(plan.dense, dense_values, dense_index, count, visible, flag, out, k, sort=plan.splits > 1)
@@ -810,6 +816,32 @@ def _collect_hopper(
         BK=launch.keys, CAP=plan.cap, CAP_P=cap, SLOTS=slots, SORT=False,
         num_warps=max(4, slots // 2048) if rows > 256 else min(16, max(4, slots // 512)),
         **_programmatic(rows, q.device),
+    )  # fmt: skip
+
+
+def _collect_own(
+    q: Tensor, keys: Tensor, scale: Tensor | None, weights: Tensor, visible: Tensor, threshold: Tensor, values: Tensor,
+    index: Tensor, dense_values: Tensor, dense_index: Tensor, count: Tensor, launch: Launch, plan: Plan, *,
+    distinct: bool,
+) -> None:  # fmt: skip
+    """Collect through `hopper.collect_own_kernel`."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from longrecall.kernels.indexer import hopper
+
+    rows, heads, dim = q.shape
+    made = hopper.layouts(
+        gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float8e4nv, keys=launch.keys, queries=1, heads=heads, dim=dim
+    )
+    extra = _programmatic(rows, q.device)
+    hopper.collect_own_kernel[(plan.programs,)](
+        GluonDescriptor.from_tensor(q.view(-1, dim), [heads, dim], made["q_layout"]),
+        GluonDescriptor.from_tensor(keys, [launch.keys, dim], made["k_layout"]),
+        weights if scale is None else scale, weights, visible, threshold, values, index, dense_values, dense_index,
+        count, rows, keys.shape[0] // rows if distinct else keys.shape[0], plan.tasks, plan.splits, H=heads, D=dim,
+        BK=launch.keys, CAP=plan.cap, DENSE=plan.dense, OVERFLOW=OVERFLOW.value, DISTINCT=distinct,
+        SCALED=scale is not None, STAGES=launch.stages, EARLY=plan.sample > 0, num_warps=launch.warps, **extra, **made,
     )  # fmt: skip
 
 
