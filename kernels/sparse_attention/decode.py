@@ -68,19 +68,29 @@ def attend_splits(
     if K == 0 or k.shape[-2] == 0:
         return Attended(q.new_zeros(1, B, H, v.shape[-1], dtype=torch.float32), q.new_full((1, B, H), float("-inf")))
     dropped = indices < 0
-    safe = indices.clamp_min(0).long()
-    if shared:
-        flat = safe.reshape(-1)
-        chosen_k = k.index_select(0, flat).view(B, K, D).float()
-        chosen_v = v.index_select(0, flat).view(B, K, -1).float()
-    else:
-        rows = torch.arange(B, device=q.device)[:, None]
-        chosen_k, chosen_v = k[rows, safe].float(), v[rows, safe].float()
     any_dropped = bool(dropped.any())
-    if any_dropped:
-        # 0 * NaN is NaN: a padded slot's value must go, not only its probability
-        chosen_v = chosen_v.masked_fill(dropped[..., None], 0.0)
-    logits = torch.bmm(q.float() * scale, chosen_k.transpose(1, 2))  # [B, H, K]
+    safe = indices.clamp_min(0).long()
+    scaled = q.float() * scale
+    # Branches of one history name much the same entries: read each entry once for all of them, not once per branch.
+    once = shared and q.device.type == "cpu" and B * K > 2 * k.shape[0]
+    if once:
+        all_v = v.float()
+        once = bool(all_v.isfinite().all())  # 0 * NaN is NaN: an entry that a branch does not name must not reach it
+    if once:
+        every = torch.mm(scaled.view(B * H, D), k.float().t()).view(B, H, -1)
+        logits = every.gather(2, safe[:, None].expand(B, H, K))
+    else:
+        if shared:
+            flat = safe.reshape(-1)
+            chosen_k = k.index_select(0, flat).view(B, K, D).float()
+            chosen_v = v.index_select(0, flat).view(B, K, -1).float()
+        else:
+            rows = torch.arange(B, device=q.device)[:, None]
+            chosen_k, chosen_v = k[rows, safe].float(), v[rows, safe].float()
+        if any_dropped:
+            # a padded slot's value must go too, not only its probability
+            chosen_v = chosen_v.masked_fill(dropped[..., None], 0.0)
+        logits = torch.bmm(scaled, chosen_k.transpose(1, 2))  # [B, H, K]
     if any_dropped:
         logits.masked_fill_(dropped[:, None], float("-inf"))
     outs, lses = [], []
@@ -88,7 +98,11 @@ def attend_splits(
         part = logits[..., start : start + step]
         lse = part.logsumexp(-1)
         p = (part - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
-        outs.append(torch.bmm(p, chosen_v[:, start : start + step]))
+        if once:
+            spread = p.new_zeros(B, H, k.shape[0]).scatter_add_(2, safe[:, None, start : start + step].expand_as(p), p)
+            outs.append(torch.mm(spread.view(B * H, -1), all_v).view(B, H, -1))
+        else:
+            outs.append(torch.bmm(p, chosen_v[:, start : start + step]))
         lses.append(lse)
     return Attended(torch.stack(outs), torch.stack(lses))
 

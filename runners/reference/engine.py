@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from longrecall.runners.reference.interface import Chunk, Logits, Model, SequenceCache
@@ -102,11 +103,20 @@ class _Sequence:
 
 
 IDLE_S = 0.5
-"""Without a request for so long, a server returns freed memory to the system."""
+"""Without a request for so long, a server returns freed memory to a system that is short of it."""
+
+SHORT_OF_MEMORY = 0.2
+"""Share of a machine's memory that is still free."""
 
 
 def _give_memory_back() -> None:
-    """glibc keeps what a batch freed (a gigabyte and more); other libcs have no such call and need none."""
+    """glibc keeps what a batch freed (a gigabyte and more); other libcs have no such call and need none.
+
+    Only where memory is short: taking it again page by page would slow the next batch.
+    """
+    memory = psutil.virtual_memory()
+    if memory.available > SHORT_OF_MEMORY * memory.total:
+        return
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

@@ -40,6 +40,8 @@ from longrecall.runners.reference.moe import ReferenceMoE, blocks_of, inverse_rm
 
 log = logging.getLogger(__name__)
 
+EMBEDDING = "model.embed_tokens.weight"
+
 MHC_PRECISION: Precision = "fp32"
 """Arithmetic of the hyper-connections' mixing coefficients."""
 
@@ -239,7 +241,7 @@ class ReferenceModel:
         self, config: ReferenceConfig, weights: dict[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
-        self.embed = weights["model.embed_tokens.weight"]
+        self.embed = weights[EMBEDDING]
         self.norm = weights["model.norm.weight"]
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5).bfloat16())  # rounded, as in Gemma
         indexers = load_indexers(config, device=device, dtype=dtype)
@@ -261,7 +263,7 @@ class ReferenceModel:
         dtype: torch.dtype | None = None,
         **overrides: object,
     ) -> "ReferenceModel":
-        """Read a model folder; on the CPU in bf16 the weights stay mapped, so processes share them.
+        """Read a model folder; on the CPU in bf16 the embedding stays mapped, so processes share it.
 
         `dtype` None: bf16 where the device multiplies it in hardware, else fp32. `overrides` change fields of the
         configuration that the weights allow (index_topk, routed_scaling_factor, …). ReferenceModelError names a
@@ -279,6 +281,9 @@ class ReferenceModel:
             raise ReferenceModelError(f"{path} is not a readable weight file: {error}") from error
         if dtype != torch.bfloat16:
             weights = {n: w.to(dtype) if w.dtype == torch.bfloat16 else w for n, w in weights.items()}
+        elif device.type == "cpu":
+            # a GEMM reads mapped pages a third slower than a process's own, which may be huge ones
+            weights = {n: w if n == EMBEDDING else w.clone() for n, w in weights.items()}
         try:
             return cls(config, weights, device=device, dtype=dtype)
         except KeyError as error:

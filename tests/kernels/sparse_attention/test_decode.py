@@ -74,6 +74,29 @@ def test_nan_in_entries_that_are_not_selected_is_harmless(backend: str) -> None:
     assert sparse_decode(q, k, v, indices, scale=1.0, backend=backend).out.isfinite().all()
 
 
+@given(seed=st.integers(0, 2**31), branches=st.integers(2, 6), split_size=st.sampled_from([None, 5, 16]))
+@settings(deadline=None, max_examples=25)
+def test_branches_of_one_history_attend_as_each_alone(seed: int, branches: int, split_size: int | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((branches, 4, 32), (12, 32), (12, 32)))
+    indices = torch.randint(-1, 12, (branches, 24), generator=generator)  # more than the entries: read once for all
+    together = attend_splits(q, k, v, indices, scale=0.2, split_size=split_size)
+    for n in range(branches):
+        own = k[None], v[None], indices[n : n + 1]
+        alone = attend_splits(q[n : n + 1], *own, scale=0.2, split_size=split_size)
+        torch.testing.assert_close(together.out[:, n], alone.out[:, 0])
+        torch.testing.assert_close(together.lse[:, n], alone.lse[:, 0])
+
+
+def test_an_entry_of_one_branch_that_is_not_finite_does_not_reach_another() -> None:
+    q, k, v = torch.randn(3, 2, 16), torch.randn(8, 16), torch.randn(8, 16)
+    v[7] = float("inf")
+    indices = torch.arange(7).repeat(3, 2)
+    indices[2, 0] = 7
+    out = attend_splits(q, k, v, indices, scale=0.2).out
+    assert out[0, :2].isfinite().all() and not out[0, 2].isfinite().all()
+
+
 def test_the_interpreter_and_torch_split_alike() -> None:
     q, k, v, indices = (t.to(DEVICE) for t in problem(2, 4, 32, 16, 64, 40))
     a = attend_splits(q, k, v, indices, scale=0.3, split_size=16)

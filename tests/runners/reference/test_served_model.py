@@ -183,3 +183,10 @@ def test_the_server_dies_with_its_parent(folder: Path) -> None:
             break
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_server_keeps_its_memory_in_huge_pages(url: str) -> None:
+    pid = httpx.get(f"{url}/server_info", trust_env=False).json()["pid"]
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert any(line.startswith(b"GLIBC_TUNABLES=") and b"glibc.malloc.hugetlb=1" in line for line in environment)

@@ -479,7 +479,9 @@ def test_a_full_queue_answers_503(serve: Callable[..., Served]) -> None:
     async def ask_all() -> list[int]:
         async with httpx.AsyncClient(base_url=served.url, timeout=WAIT_S, trust_env=False) as client:
             asked = [asyncio.create_task(ask(client)) for _ in range(5)]
-            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            answers = asyncio.as_completed(asked)
+            refused = [await next(answers) for _ in range(3)]  # the gate holds the other two
+            assert refused == [503, 503, 503]
             gate.opened.set()
             return await asyncio.gather(*asked)
 
