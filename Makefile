@@ -6,7 +6,7 @@ export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: install ns eval test check serve report bench trend clean train-indexer h200 sglang-cpu
+.PHONY: install ns eval test check serve report bench trend clean train-indexer train-v32 h200 sglang-cpu
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -38,6 +38,11 @@ trend: install
 
 train-indexer: ns
 	$(PYTHON) -m longrecall.runners.reference.train_indexer $(TRAIN_ARGS)
+
+# On the GPU machine; stopped at any moment, the same command goes on.
+V32_STATE ?= results/runs/train-v32
+train-v32: ns
+	$(PYTHON) -m longrecall.runners.deepseek_v32.train --state $(V32_STATE) --export $(V32_STATE)/model $(TRAIN_ARGS)
 
 SGLANG_VENV ?= .venv-sglang
 sglang-cpu: install

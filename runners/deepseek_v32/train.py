@@ -81,7 +81,7 @@ PLAN: tuple[Phase, ...] = (
         name="indexer", kind="indexer", length=8192, rows=8, steps=200, probes=64, facts=(8, 48), lr=(1.0, 0.02),
         interleaved=0.3,
     ),
-    Phase(name="sparse", kind="sparse", length=8192, rows=4, steps=60, probes=64, facts=(8, 48), lr=(0.05, 0.005)),
+    Phase(name="sparse", kind="sparse", length=8192, rows=4, steps=40, probes=64, facts=(8, 48), lr=(0.05, 0.005)),
 )  # fmt: skip
 RATES = {"muon": 0.02, "adam": 0.002, "indexer": 0.002}
 
@@ -220,6 +220,7 @@ class Trainer:
         self.kind = kind
         for name, value in self.model.named_parameters():
             value.requires_grad_(("indexer" in name) == (kind == "indexer"))
+            value.grad = None  # else clipping would go on counting it
         named = [(name, value) for name, value in self.model.named_parameters() if value.requires_grad]
         if kind == "indexer":
             self.optimizers = {"indexer": torch.optim.AdamW([v for _, v in named], betas=(0.9, 0.98), weight_decay=0.0)}

@@ -1,0 +1,245 @@
+"""The trainable DeepSeek-V3.2 model: its closed world, its numbers against the references, training, export."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longrecall.kernels.indexer.reference import indexer_logits_ref
+from longrecall.kernels.indexer.rotation import apply_rope
+from longrecall.kernels.moe.routing import topk
+from longrecall.needles.plant import make_conversations
+from longrecall.needles.recipes import recipe
+from longrecall.needles.render import Ruler, messages_for
+from longrecall.runners.deepseek_v32 import evidence, train
+from longrecall.runners.deepseek_v32.config import V32Config
+from longrecall.runners.deepseek_v32.export import export, load
+from longrecall.runners.deepseek_v32.model import (
+    Gate,
+    V32Model,
+    index_scores,
+    rope_half_split,
+    rope_interleaved,
+    rope_of,
+    rope_tables,
+    top_selection,
+)
+from longrecall.runners.deepseek_v32.muon import orthogonalised
+from longrecall.runners.deepseek_v32.text import Shape, Texts, vocabulary, write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+CLOSED_WORLD = ROOT / "patchsets" / "recipes" / "closed-world.toml"
+TINY = V32Config(
+    vocab_size=len(vocabulary()), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
+    kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, index_n_heads=4, index_head_dim=16,
+    index_topk=48, intermediate_size=32, moe_intermediate_size=8, n_routed_experts=8, num_experts_per_tok=2, n_group=4,
+    topk_group=2,
+)  # fmt: skip
+PLAN = (
+    train.Phase(name="dense", length=96, rows=2, steps=4, probes=2, facts=(1, 1), lr=(1.0, 0.5)),
+    train.Phase(name="index", kind="indexer", length=96, rows=1, steps=2, probes=2, facts=(1, 1), lr=(1.0, 0.5)),
+    train.Phase(name="sparse", kind="sparse", length=96, rows=1, steps=2, probes=2, facts=(1, 1), lr=(0.1, 0.1)),
+)
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts(200)
+
+
+@pytest.fixture
+def model() -> V32Model:
+    made = V32Model(TINY)
+    made.initialise(0)
+    return made.eval()
+
+
+def trained(plan: Sequence[train.Phase], steps: int, texts: Texts) -> train.Trainer:
+    trainer = train.Trainer(TINY, plan, seed=0, device=torch.device("cpu"))
+    go_on(trainer, steps, texts)
+    return trainer
+
+
+def go_on(trainer: train.Trainer, steps: int, texts: Texts) -> None:
+    for _ in range(steps):
+        phase = trainer.plan[trainer.phase]
+        trainer.train_step(texts.batch(phase.shape, phase.rows, random.Random(f"{trainer.phase}:{trainer.step}")))
+        if trainer.step >= phase.steps and trainer.phase + 1 < len(trainer.plan):
+            trainer.next_phase()
+
+
+# The closed world
+
+
+def test_a_campaigns_prompts_hold_known_words_only_at_their_exact_length(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    ruler = Ruler.from_folder(tmp_path)
+    assert ruler.additive
+    unknown = ruler.tokenizer.token_to_id("<unk>")
+    for conversation in make_conversations(recipe(CLOSED_WORLD), ruler=ruler, rungs=[900, 1500], count=3, seed=5):
+        for ask in conversation.asks:
+            ids = ruler.encode(messages_for(conversation, ask), continue_final_message=True)
+            assert len(ids) == ask.rung and unknown not in ids
+        for fact in conversation.facts:
+            assert len(ruler.tokenizer.encode(" " + fact.value).ids) == 2
+
+
+def test_our_own_cut_is_the_tokenizers(tmp_path: Path, texts: Texts) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Ruler.from_folder(tmp_path).tokenizer
+    text = "As of today, Ada's locker code is 48213. Thanks, noted! Is it?"
+    assert texts.encode(text) == tokenizer.encode(" " + text, add_special_tokens=False).ids
+    assert tokenizer.decode(texts.encode(text)) == " " + text
+
+
+def test_a_word_of_another_world_is_named(texts: Texts) -> None:
+    with pytest.raises(ValueError, match="'zebra fact': ' zebra'"):
+        texts.encode("zebra fact")
+
+
+def test_training_text_is_exact_in_length_and_asks_for_what_was_said(texts: Texts) -> None:
+    shape = Shape(length=256, probes=4, facts=(3, 4))
+    batch = texts.batch(shape, 6, random.Random(1))
+    assert batch.ids.shape == (6, 256)
+    for ids, answers, weights in zip(batch.ids, batch.answers, batch.weights, strict=True):
+        for place in (answers == 2).nonzero()[0]:
+            value = ids[place : place + 2].tolist()
+            said = [at for at in range(place - 1) if ids[at : at + 2].tolist() == value]
+            assert said, "an answer that nobody stated"
+            assert weights[place] == 20
+    again = texts.batch(shape, 6, random.Random(1))
+    assert (batch.ids == again.ids).all()
+
+
+# Numbers
+
+
+def test_rope_layouts_are_the_kernels() -> None:
+    cos, sin = rope_tables(TINY, 40, "cpu")
+    x, where = torch.randn(40, 3, 8), torch.arange(40)
+    rope = rope_of(TINY)
+    torch.testing.assert_close(rope_half_split(x, cos, sin), apply_rope(x, where, rope))
+    torch.testing.assert_close(rope_interleaved(x, cos, sin), apply_rope(x, where, rope.swapped()))
+
+
+def test_index_scores_are_the_references() -> None:
+    q, k, weights = torch.randn(5, 4, 16), torch.randn(9, 16), torch.randn(5, 4)
+    torch.testing.assert_close(index_scores(q, k, weights), indexer_logits_ref(q, k, weights), rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_chooses_and_weighs_as_the_reference() -> None:
+    gate = Gate(TINY)
+    torch.nn.init.normal_(gate.weight)
+    gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, TINY.n_routed_experts))
+    x = torch.randn(50, TINY.hidden_size)
+    expected = topk(
+        x @ gate.weight.T, gate.e_score_correction_bias, TINY.num_experts_per_tok, "sigmoid",
+        num_groups=TINY.n_group, topk_groups=TINY.topk_group,
+    )  # fmt: skip
+    wide = torch.zeros(50, TINY.n_routed_experts).scatter(1, expected.idx, expected.weights)
+    torch.testing.assert_close(gate(x), wide, rtol=1e-5, atol=1e-6)
+
+
+def test_selection_is_causal_exact_and_nothing_where_all_fit(model: V32Model) -> None:
+    q, k, weights = torch.randn(1, 60, 4, 16), torch.randn(1, 60, 16), torch.randn(1, 60, 4)
+    assert top_selection(60)(0, q, k, weights) is None
+    mask = top_selection(10, chunk=7)(0, q, k, weights)
+    assert mask is not None and not mask.triu(1).any()
+    assert mask[0].sum(-1).tolist() == [min(place + 1, 10) for place in range(60)]
+    scores = index_scores(q[0, 50:51], k[0, :51], weights[0, 50:51])
+    assert set(mask[0, 50].nonzero()[:, 0].tolist()) == set(scores[0].topk(10).indices.tolist())
+
+
+def test_up_to_index_topk_sparse_attention_is_dense(model: V32Model) -> None:
+    ids = torch.randint(8, TINY.vocab_size, (2, TINY.index_topk))
+    dense, _ = model(ids)
+    sparse, _ = model(ids, select=top_selection(TINY.index_topk))
+    assert torch.equal(dense, sparse)
+    longer = torch.randint(8, TINY.vocab_size, (1, TINY.index_topk + 20))
+    assert not torch.allclose(model(longer)[0], model(longer, select=top_selection(TINY.index_topk))[0])
+
+
+def test_muon_makes_singular_values_alike() -> None:
+    made = orthogonalised(torch.randn(3, 40, 12) @ torch.diag(torch.logspace(0, -1.5, 12))).float()
+    values = torch.linalg.svdvals(made)
+    assert values.min() > 0.5 and values.max() < 1.4
+
+
+# Training
+
+
+def test_training_goes_on_where_it_stopped(texts: Texts) -> None:
+    whole = trained(PLAN, 7, texts)
+    for stop in (2, 5):
+        part = trained(PLAN, stop, texts)
+        other = train.Trainer(TINY, PLAN, seed=0, device=torch.device("cpu"))
+        other.restore(part.state())
+        go_on(other, 7 - stop, texts)
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), (stop, name)
+
+
+def test_the_indexers_phase_leaves_everything_else_as_it_is(texts: Texts) -> None:
+    trainer = trained(PLAN, 4, texts)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    go_on(trainer, 2, texts)
+    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all("indexer" in name for name in changed)
+
+
+def test_the_loss_falls(texts: Texts) -> None:
+    plan = [replace(PLAN[0], steps=40, rows=4)]
+    trainer = train.Trainer(TINY, plan, seed=0, device=torch.device("cpu"))
+    batch = texts.batch(plan[0].shape, 4, random.Random(0))
+    losses = [float(trainer.train_step(batch)[0]) for _ in range(25)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+# The checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path, texts: Texts) -> Path:
+    torch.save(trained(PLAN, 1, texts).state(), tmp_path / "state.pt")
+    export(tmp_path / "state.pt", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_exported_model_says_the_same(folder: Path, texts: Texts) -> None:
+    ids = torch.randint(8, TINY.vocab_size, (1, 70))
+    exact = trained(PLAN, 1, texts).model.eval()
+    with torch.no_grad():
+        difference = (exact(ids)[0] - load(folder)(ids)[0]).abs().max()
+    assert difference < 0.05  # bf16 weights; measured .013
+
+
+def test_the_checkpoint_has_the_names_that_sglang_loads(folder: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        names = set(file.keys())
+        assert file.get_slice("model.layers.1.mlp.experts.7.gate_proj.weight").get_shape() == [8, 32]
+    attention = "model.layers.0.self_attn."
+    parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
+             "indexer.wq_b", "indexer.wk", "indexer.k_norm", "indexer.weights_proj")  # fmt: skip
+    assert {f"{attention}{part}.weight" for part in parts} | {f"{attention}indexer.k_norm.bias"} <= names
+    assert {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    } <= names
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
+    assert "model.layers.1.mlp.shared_experts.down_proj.weight" in names
+
+
+def test_evidence_replays_what_a_prompt_leaves_in_the_indexers(folder: Path) -> None:
+    model = load(folder)
+    ids = torch.randint(8, TINY.vocab_size, (90,)).tolist()
+    layers = evidence.captured(model, ids, ids[30], torch.device("cpu"))
+    assert len(layers) == TINY.num_hidden_layers and layers[0].keys.shape == (90, 16)
+    exact = evidence.measured(layers[0], evidence.PIPELINES["exact"])
+    assert exact[0] in (0.0, 1.0) and 0 < exact[1] <= 1 + 1e-5
