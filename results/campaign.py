@@ -26,7 +26,6 @@ from typing import Any
 import httpx
 
 from longrecall.evals.cells import ARM_ORDER
-from longrecall.evals.running import RunningVerdicts
 from longrecall.evals.schema import VerdictConfig
 from longrecall.evals.score import foreign_index, score_replay
 from longrecall.needles.dataset import read_parquet, suite_hash, write_parquet
@@ -35,6 +34,7 @@ from longrecall.needles.recipes import recipe as named_recipe
 from longrecall.needles.render import Ruler
 from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
+from longrecall.results.early import EarlyStop
 from longrecall.results.preflight import problem_of
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners.builds import (
@@ -102,6 +102,8 @@ class Options:
     """Most requests of one build open at a time."""
     gold_logprobs: bool = False
     """Ask for the right answer's log-probabilities after each reply."""
+    stop_early: bool = False
+    """Ask no more of a build once its e-values convict or exonerate it."""
     stream: bool = False
     keep_servers: bool = False
 
@@ -223,6 +225,7 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         onset_tokens=patchset.onset_tokens or engine.onset_tokens,
         concurrency=options.concurrency,
         gold_logprobs=options.gold_logprobs,
+        stop_early=options.stop_early,
     )
     return Plan(
         options=options, patchset=patchset, engine=engine, model=model, conversations=conversations,
@@ -311,6 +314,7 @@ def _key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: Optio
         "arms": options.arms,
         "concurrency": options.concurrency,
         "gold_logprobs": options.gold_logprobs,
+        "stop_early": options.stop_early,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
@@ -409,19 +413,10 @@ class Grades:
         self._foreign = foreign_index(conversations)
         self._probes = {c.conversation_id: {p.probe_id: p for p in c.probes} for c in conversations}
         self._asks = {c.conversation_id: {(a.rung, a.probe_id): a for a in c.asks} for c in conversations}
-        self._candidates = [build.build_id for build in campaign.builds if build.role not in ("base", "aa")]
         self._rungs = campaign.rungs
         self._arm = next(arm for arm in ARM_ORDER if arm in campaign.arms)
-        per_rung = {c.conversation_id: len(c.probes) * campaign.repeats for c in conversations}
-        self._running = RunningVerdicts(
-            base=BASE,
-            candidates=[build.build_id for build in campaign.builds if build.build_id != BASE],
-            rungs=campaign.rungs,
-            order=campaign.conversation_order,
-            probes_per_conversation=per_rung,
-            config=campaign.verdict,
-            n_suspects=len(self._candidates),
-        )
+        self.early = EarlyStop(campaign, conversations)
+        self._candidates, self._running = self.early.candidates, self.early.running
         self._said: dict[str, str] = {}
 
     def stored(self, replays: Sequence[Any]) -> None:
@@ -589,6 +584,11 @@ async def _ask_all(
     if campaign.gold_logprobs and plan.engine.gold_route and plan.prompts.encode is not None:
         gold = GoldScorer(route=plan.engine.gold_route, encode=plan.prompts.encode)
     left = [item for item in plan.builds if unanswered(replay_plan, item.build.build_id, journal.answered)]
+    if campaign.stop_early:
+        left = [item for item in left if not grades.early.finished(item.build.build_id)]
+        if not left:
+            watcher.note("every patch is decided already; nothing is asked")
+            return {}
     waves = plan_waves(plan, left, watcher.note)
     infos = {
         build.build_id: build.manifest.server_info
@@ -638,6 +638,7 @@ async def _ask_all(
                     result = await replay(
                         replay_plan, endpoints, journal, parallel=plan.parallel, prompts=prompts, gold=gold,
                         check_alive=check_alive, on_reply=grades, only=ids,
+                        finished=grades.early.finished if campaign.stop_early else lambda build_id: False,
                     )  # fmt: skip
                 except* JournalError as problems:
                     raise CampaignError(str(_first(problems))) from None

@@ -56,6 +56,9 @@ def evaluate(
         float | None, typer.Option(min=1, help="Seconds for a server's first token. Default: by engine.")
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="Ask no more of a build once its e-values decide; fewer tokens.")
+    ] = False,
     keep_servers: Annotated[bool, typer.Option("--keep-servers", help="Leave the servers up until Ctrl-C.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on standard error but errors.")] = False,
 ) -> None:
@@ -93,6 +96,7 @@ def evaluate(
             request_timeout_s=request_timeout,
             start_timeout_s=start_timeout,
             stream=stream,
+            stop_early=stop_early,
             keep_servers=keep_servers,
         )
         wanted = parse_fail_on(fail_on)

@@ -6,6 +6,7 @@ while the run still goes on (`partial` is then true). Stored verdicts are never 
 
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -79,24 +80,42 @@ class _Run:
         self.timing: dict[str, float | None] = run_folder.read_json(timing) if timing.is_file() else {}
 
 
+def _stopped(run: _Run) -> set[str]:
+    """Builds that were asked no further because their e-values had decided; what they lack is not missing."""
+    from longrecall.evals.cells import ARM_ORDER
+    from longrecall.results.early import EarlyStop
+
+    campaign = run.campaign
+    if not campaign.stop_early:
+        return set()
+    early = EarlyStop(campaign, run.conversations)
+    judged = next(arm for arm in ARM_ORDER if arm in campaign.arms)
+    for score in run.scores:
+        if score.arm == judged:
+            early.running.add(score)
+    return {build.build_id for build in campaign.builds if early.finished(build.build_id)}
+
+
 def _judge(run: _Run) -> Report:
     from longrecall.evals.verdict import judge
 
     campaign = run.campaign
+    asked, stopped = Counter(score.build_id for score in run.scores), _stopped(run)
+    wanted = sum(planned_replays(campaign, run.conversations, arm) for arm in campaign.arms)
     planned = planned_replays(campaign, run.conversations)
     judgement = judge(
         run.scores,
         campaign.builds,
         rungs=campaign.rungs,
-        planned=planned,
+        planned={b.build_id: planned for b in campaign.builds if b.build_id not in stopped},
         config=campaign.verdict,
         order=campaign.conversation_order,
+        stopped_early=campaign.stop_early,
     )
     return Report(
         run_id=campaign.run_id,
         suite_hash=campaign.suite_hash,
-        partial=len(run.scores)
-        < len(campaign.builds) * sum(planned_replays(campaign, run.conversations, arm) for arm in campaign.arms),
+        partial=any(asked[b.build_id] < wanted for b in campaign.builds if b.build_id not in stopped),
         analysis_version=judgement.analysis_version,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict_config=judgement.config,

@@ -54,6 +54,8 @@ class Campaign:
     """Most requests of one build open at a time (arm alone: one)."""
     gold_logprobs: bool = False
     """Whether the right answer's log-probabilities were asked for after each reply."""
+    stop_early: bool = False
+    """Whether a build was asked no further once its e-values had decided."""
 
 
 @dataclass(frozen=True, kw_only=True)

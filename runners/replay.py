@@ -146,10 +146,12 @@ async def replay(
     check_alive: CheckAlive = lambda build_id: None,
     on_reply: Callable[[Reply], None] = lambda reply: None,
     only: Iterable[str] | None = None,
+    finished: Callable[[str], bool] = lambda build_id: False,
 ) -> ReplayResult:
     """Ask everything of `plan` that the journal does not hold yet, of the builds in `only` (default: all).
 
-    A build whose server ends is left out from then on; the other builds go on. With `gold`, each answer carries the
+    A build whose server ends is left out from then on, and so is one that `finished` names before a block; the other
+    builds go on. With `gold`, each answer carries the
     log-probabilities of the right answer's tokens too.
 
     Raises:
@@ -177,7 +179,7 @@ async def replay(
     async def worker() -> None:
         while (cell := await take()) is not None:
             try:
-                if cell.build_id not in result.gone:
+                if cell.build_id not in result.gone and not finished(cell.build_id):
                     asking = _Asking(
                         plan, endpoints[cell.build_id], journal, prompts, gold, histories, check_alive, on_reply
                     )

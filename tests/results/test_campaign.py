@@ -436,3 +436,20 @@ def test_a_finished_run_is_not_gone_on_with(launched: Callable[..., Options]) ->
 def test_lengths_may_be_written_in_k() -> None:
     assert parse_rungs("448, 1K,2k") == (448, 1024, 2048)
     assert parse_fail_on("culprit, inconclusive") == {"culprit", "inconclusive"} and parse_fail_on("") == frozenset()
+
+
+def test_a_run_may_stop_once_the_evidence_has_decided(patchset: Path, model: Path, place: Path) -> None:
+    argv = command(patchset, model, place / "early", "--conversations", "64", "--stop-early")
+    done = run(argv)
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    assert not line["partial"] and set(line["verdicts"].values()) == {"culprit", "exonerated"}
+    report = json.loads((Path(line["run_dir"]) / "report.json").read_text())
+    asked = {row["build"]: row["n_asked"] for row in report["missing"]}
+    planned = 64 * PROBES * len(parse_rungs(RUNGS))
+    assert asked["known-bad"] < asked["same"] < planned and asked["base"] < planned
+    assert all(row["n_asked"] == row["n_planned"] for row in report["missing"])
+    before = requests_seen(place)
+    again = run([*argv, "--run-dir", line["run_dir"]])
+    assert json.loads(again.stdout.splitlines()[-1])["verdicts"] == line["verdicts"]
+    assert requests_seen(place) == before
