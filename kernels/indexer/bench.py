@@ -348,6 +348,8 @@ def _peer_rows(case: Case, peers: Peers, selections: dict[str, Make], repeats: i
 
 
 def score_rows(shapes: list[Shape], dtypes: list[str], device: str, peers: Peers) -> Iterator[Row]:
+    import torch
+
     from longrecall.kernels.indexer.topk import index_topk
 
     selections = peers.selections(K) if device == "cuda" else {}
@@ -355,6 +357,9 @@ def score_rows(shapes: list[Shape], dtypes: list[str], device: str, peers: Peers
         for dtype in dtypes:
             if shape.distinct and dtype == "fp32":
                 continue
+            if device == "cuda":
+                # after other cases one case took 333 us, first in its process 311: each starts with no memory kept
+                torch.cuda.empty_cache()
             case = make_case(shape, dtype, device)
             # a CPU rounds dots to bf16 (2^-9), a tensor core sums fp8 products in 13 bits, fp32 sums differ in order
             tolerance = (0.05 if dtype != "fp32" else 1e-4) if device == "cpu" else {"fp8": 5e-3}.get(dtype, 1e-4)
@@ -369,6 +374,7 @@ def score_rows(shapes: list[Shape], dtypes: list[str], device: str, peers: Peers
                 yield _row("score+select", provider, shape, dtype, quantiles, _extra_mb(call, device), found)
             if device == "cuda":
                 yield from _peer_rows(case, peers, selections, repeats)
+            del case, ours, call
 
 
 def _row(

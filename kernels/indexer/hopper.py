@@ -3,8 +3,8 @@
 For many queries over shared keys (`collect_kernel`, up to the lists, which `kernel._select_lists_kernel` reads as they
 are): while the scores of two queries are reduced and filtered, the product of the next two already runs, so the matrix
 units wait for nobody; and each thread owns one score of the tile, reached without shared memory. For one query, or
-queries with keys of their own (`collect_own_kernel`), bytes decide: a tile takes three barriers, so that three programs
-a multiprocessor keep the memory busy, and the first keys arrive while the threshold is still being found.
+queries with keys of their own (`collect_own_kernel`), bytes decide: a tile takes three barriers while up to six more
+are on their way, and the first keys arrive while the threshold is still being found.
 
 A program streams key tiles of BK rows through STAGES buffers (bulk copies, one barrier each) past resident queries.
 Keys are the rows of the product, so the H heads of a query lie in one thread quad: two shuffles sum them.
@@ -147,6 +147,13 @@ def collect_kernel(
 
 
 @gluon.jit
+def _tile(i, turned, tiles):
+    """Place among a query's tiles of the i-th that is swept."""
+    i += turned
+    return gl.where(i >= tiles, i - tiles, i)
+
+
+@gluon.jit
 def collect_own_kernel(
     q_desc, k_desc, scale_ptr, w_ptr, visible_ptr, threshold_ptr, values_ptr, index_ptr,
     dense_values_ptr, dense_index_ptr, count_ptr, T, S, tasks, splits,
@@ -187,30 +194,42 @@ def collect_own_kernel(
         row = task // splits
         visible = gl.minimum(gl.load(visible_ptr + row + o_q), S)
         limit = gl.max(visible, 0)
-        share = gl.cdiv(gl.cdiv(limit, BK), splits)
-        low = (task % splits) * share
-        high = gl.minimum(low + share, gl.cdiv(limit, BK))
+        tiles = gl.cdiv(limit, BK)
+        # the splits of a query take turns, so that they sweep its keys as one stream; each query begins elsewhere
+        low = task % splits
+        turned = (row % 8192 * 40503) % gl.maximum(tiles, 1)
         first = 0
         if DISTINCT:
             first = row * S
         mbarrier.expect(q_bar, H * D * dtype.primitive_bitwidth // 8)
         tma.async_copy_global_to_shared(q_desc, [row * H, 0], q_bar, q_smem)
         for ahead in gl.static_range(STAGES):
-            _fetch(k_desc, k_smem, bars, n + ahead, first + (low + ahead) * BK, low + ahead < high, STAGES, BYTES)
+            _fetch(
+                k_desc,
+                k_smem,
+                bars,
+                n + ahead,
+                first + _tile(low + ahead * splits, turned, tiles) * BK,
+                low + ahead * splits < tiles,
+                STAGES,
+                BYTES,
+            )
         w = gl.load(w_ptr + row * H + o_n) * 0.5
         if SCALED:
             source = scale_ptr + first + gl.zeros([BK], gl.int64, rows_layout) + o_r
-            scale = gl.load(source + low * BK, mask=low * BK + o_r < S, other=0.0)
+            tile = _tile(low, turned, tiles)
+            scale = gl.load(source + tile * BK, mask=tile * BK + o_r < S, other=0.0)
         if PDL:
             gdc_wait()
         threshold = gl.load(threshold_ptr + row + o_q)
         position = start
         mbarrier.wait(q_bar, turn & 1)
         turn += 1
-        for i in range(low, high):
-            key = i * BK + o_r
+        for i in range(low, tiles, splits):
+            key = _tile(i, turned, tiles) * BK + o_r
             if SCALED:
-                following = gl.load(source + (i + 1) * BK, mask=key + BK < S, other=0.0)
+                tile = _tile(i + splits, turned, tiles)
+                following = gl.load(source + tile * BK, mask=(tile * BK + o_r < S) & (i + splits < tiles), other=0.0)
             mbarrier.wait(bars.index(n % STAGES), (n // STAGES) & 1)
             zero = gl.zeros([BK, H], gl.float32, mma)
             acc = warpgroup_mma(
@@ -218,7 +237,10 @@ def collect_own_kernel(
             )
             dots = warpgroup_mma_wait(0, deps=[acc])
             gl.thread_barrier()  # every warp has passed the product, whose buffer the next fetch fills
-            _fetch(k_desc, k_smem, bars, n + STAGES, first + (i + STAGES) * BK, i + STAGES < high, STAGES, BYTES)
+            after = i + STAGES * splits
+            _fetch(
+                k_desc, k_smem, bars, n + STAGES, first + _tile(after, turned, tiles) * BK, after < tiles, STAGES, BYTES
+            )
             s = _reduce(dots, w, BK, 1, H, layout)
             if SCALED:
                 s = s * scale[:, None]

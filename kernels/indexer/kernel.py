@@ -675,10 +675,12 @@ def choose_launch(q: Tensor, keys: Tensor) -> Launch:
         return Launch(queries=queries, groups=1, keys=64, warps=8, stages=2, per_sm=1, tma=False)
     small = keys.dtype in (torch.bfloat16, torch.float8_e4m3fn) and 8 <= heads <= 128 and dim <= 128
     if keys.ndim == 3 or rows == 1:
+        if small and has_hopper(q.device) and keys.shape[:-1].numel() < 2**31:
+            stages = 3 if wide else 6 if keys.ndim == 3 else 4
+            return Launch(queries=1, groups=1, keys=128, warps=4, stages=stages, per_sm=2, tma=True, hopper=True)
         return Launch(
-            queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True,
-            hopper=small and has_hopper(q.device) and keys.shape[:-1].numel() < 2**31,
-        )  # fmt: skip
+            queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True
+        )
     if small and rows * heads >= 2048 and has_hopper(q.device):
         return Launch(queries=128 // heads, groups=2, keys=64, warps=4, stages=3, per_sm=2, tma=True, hopper=True)
     queries = max(1, min(_power_of_2(rows), 256 // heads))
