@@ -10,8 +10,10 @@ the content hash does not.
 """
 
 import hashlib
+import io
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError
@@ -21,8 +23,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pyarrow as pa
+import pyarrow.json as pj
 import pyarrow.parquet as pq
 
+from longrecall.needles.collection import no_collection
 from longrecall.needles.schema import SCHEMA_VERSION, Ask, Conversation, Fact, Probe, Role, Turn
 
 _TURN = pa.struct(
@@ -102,6 +106,8 @@ SCHEMA = pa.schema(
 )
 _GROUP_BYTES = 8 << 20
 """A row group is closed after so much text: a streaming reader (and this writer) hold one at a time."""
+_REPEATED = ["recipe", "tokenizer_hash", "template_hash", "turns.list.element.role"]
+"""Columns worth a dictionary: looking for repeated sentences in the histories only takes time."""
 _HASH_KEY = b"longrecall.suite_hash"
 
 Record = TypeVar("Record", Turn, Fact, Probe, Ask)
@@ -203,6 +209,10 @@ def from_row(row: dict[str, Any]) -> Conversation:
 
 def canonical_bytes(conversation: Conversation) -> bytes:
     """The bytes that the content hash covers: the history's turns as plain text, everything else as JSON."""
+    return b"\x1d".join(_canonical(conversation))
+
+
+def _canonical(conversation: Conversation) -> tuple[bytes, bytes]:
     # Escaping half a megabyte of text as JSON would take as long as planting it.
     turns = "\x1e".join(
         [
@@ -211,7 +221,7 @@ def canonical_bytes(conversation: Conversation) -> bytes:
         ]
     )
     rest = to_row(replace(conversation, turns=()))
-    return f"{json.dumps(rest, ensure_ascii=False, separators=(',', ':'))}\x1d{turns}\n".encode()
+    return json.dumps(rest, ensure_ascii=False, separators=(",", ":")).encode(), f"{turns}\n".encode()
 
 
 def suite_hash(conversations: Iterable[Conversation]) -> str:
@@ -222,24 +232,45 @@ def suite_hash(conversations: Iterable[Conversation]) -> str:
     return digest.hexdigest()
 
 
-def _table(conversations: Sequence[Conversation]) -> pa.Table:
-    """Rows of a group; the histories go column by column, which takes a third of the time of a dict per turn."""
-    table = pa.Table.from_pylist([to_row(replace(conversation, turns=())) for conversation in conversations], SCHEMA)
+def _strings(texts: Sequence[str]) -> pa.Array:
+    encoded = [text.encode() for text in texts]
+    offsets = array("i", accumulate(map(len, encoded), initial=0))
+    return pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    )
+
+
+def _lists(lengths: Iterable[int], values: pa.Array, kind: pa.DataType) -> pa.Array:
+    offsets = array("i", accumulate(lengths, initial=0))
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[values])
+
+
+def _table(conversations: Sequence[Conversation], rests: Sequence[bytes]) -> pa.Table:
+    """Rows of a group, from the JSON of all but the histories, and the histories column by column.
+
+    No list goes through `pa.array`, whose first call imports pandas where that is installed: 0.4 CPU-s.
+    """
+    lines = b"\n".join(rests)
+    table = pj.read_json(
+        io.BytesIO(lines),
+        read_options=pj.ReadOptions(use_threads=False, block_size=len(lines) + 1),
+        parse_options=pj.ParseOptions(explicit_schema=SCHEMA),
+    ).select(SCHEMA.names)
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    ends = accumulate((len(conversation.turns) for conversation in conversations), initial=0)
-    fields = pa.StructArray.from_arrays(
-        [
-            pa.array([turn.turn_index for turn in turns], pa.int32()),
-            pa.array([turn.role for turn in turns], pa.string()),
-            pa.array([turn.content for turn in turns], pa.string()),
-            pa.array([turn.fact_ids for turn in turns], pa.list_(pa.string())),
-        ],
-        fields=list(_TURN),
+    places = array("i", [turn.turn_index for turn in turns])
+    fact_ids = _strings([fact_id for turn in turns for fact_id in turn.fact_ids])
+    columns = [
+        pa.Array.from_buffers(pa.int32(), len(turns), [None, pa.py_buffer(places)]),
+        _strings([turn.role for turn in turns]),
+        _strings([turn.content for turn in turns]),
+        _lists([len(turn.fact_ids) for turn in turns], fact_ids, _TURN.field("fact_ids").type),
+    ]
+    histories = _lists(
+        [len(conversation.turns) for conversation in conversations],
+        pa.StructArray.from_arrays(columns, fields=list(_TURN)),
+        SCHEMA.field("turns").type,
     )
-    column = pa.ListArray.from_arrays(pa.array(list(ends), pa.int32()), fields)
-    return table.set_column(
-        SCHEMA.get_field_index("turns"), SCHEMA.field("turns"), column.cast(SCHEMA.field("turns").type)
-    )
+    return table.set_column(SCHEMA.get_field_index("turns"), SCHEMA.field("turns"), histories)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,21 +289,25 @@ def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Wr
     partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     digest = hashlib.sha256()
     count = 0
+    options = {"compression": "zstd", "compression_level": 1, "use_dictionary": _REPEATED, "write_statistics": False}
     try:
-        with pq.ParquetWriter(partial, SCHEMA, compression="zstd", compression_level=1) as writer:
+        with no_collection(), pq.ParquetWriter(partial, SCHEMA, **options) as writer:
             group: list[Conversation] = []
+            rests: list[bytes] = []
             size = 0
             for conversation in conversations:
-                content = canonical_bytes(conversation)
-                digest.update(content)
+                rest, turns = _canonical(conversation)
+                for part in (rest, b"\x1d", turns):
+                    digest.update(part)
                 group.append(conversation)
-                size += len(content)
+                rests.append(rest)
+                size += len(rest) + len(turns)
                 count += 1
                 if size > _GROUP_BYTES:
-                    writer.write_table(_table(group))
-                    group, size = [], 0
-            if group or not count:
-                writer.write_table(_table(group))
+                    writer.write_table(_table(group, rests))
+                    group, rests, size = [], [], 0
+            if group:
+                writer.write_table(_table(group, rests))
             writer.add_key_value_metadata({_HASH_KEY: digest.hexdigest().encode()})
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())

@@ -240,13 +240,19 @@ class Prose:
             self._slots[slot] = _Slot(lambda chosen=chosen: pick(self._rng, chosen))  # type: ignore[misc]
         times = [time[0].upper() + time[1:] for time in split_words(TIMES, split)]
         self._slots["Time"] = _Slot(lambda: pick(self._rng, times))
-        self._sentences = [_template(source) for source in split_words(SENTENCES, split)]
-        self._asks = [_template(source) for source in split_words(ASKS, split)]
+        self._sentences = [self._drawing(source) for source in split_words(SENTENCES, split)]
+        self._asks = [self._drawing(source) for source in split_words(ASKS, split)]
         self.openers = [opener.rstrip(".") + "." for opener in split_words(OPENERS, split)]
 
-    def _render(self, rng: random.Random, templates: list[jinja2.Template]) -> str:
+    def _drawing(self, source: str) -> Callable[[], str]:
+        """A template as a function; its context is made once, which takes longer than filling it."""
+        template = _template(source)
+        context = template.new_context(self._slots)
+        return lambda: "".join(template.root_render_func(context))
+
+    def _render(self, rng: random.Random, templates: list[Callable[[], str]]) -> str:
         self._rng = rng
-        return _ARTICLE.sub(r"\1n ", pick(rng, templates).render(self._slots))
+        return _ARTICLE.sub(r"\1n ", pick(rng, templates)())
 
     def sentence(self, rng: random.Random) -> str:
         """One sentence."""

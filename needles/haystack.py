@@ -108,6 +108,22 @@ class Walk:
         self._at += 1
         return self._pieces[self._first + inside]
 
+    def take(self, tokens: int) -> list[Piece]:
+        """The next sentences, as many as fit; the one that did not fit is passed over."""
+        out: list[Piece] = []
+        pieces, at, first = self._pieces, self._at, self._first
+        while True:  # `next` inlined: most of a long conversation's time is spent here
+            inside = at & (_BLOCK - 1)
+            if inside == 0:
+                first = ((self._start + at // _BLOCK * self._stride) % self._blocks) * _BLOCK
+            at += 1
+            piece = pieces[first + inside]
+            tokens -= piece[1]
+            if tokens < 0:
+                self._at, self._first = at, first
+                return out
+            out.append(piece)
+
 
 class Haystack:
     """Counted sentences, requests and openers of one split, or of the user's own text."""
@@ -177,9 +193,9 @@ def say(meter: Meter, pieces: Sequence[Piece]) -> str:
     """Append sentences to an open turn that already has content; returns their text."""
     if not pieces:
         return ""
-    last = pieces[-1]
-    meter.counted(sum([piece.tokens for piece in pieces]) - last.tokens + last.body_tokens, last.last)
-    return "".join([piece.text for piece in pieces])
+    _, tokens, body_tokens, last = pieces[-1]
+    meter.counted(sum([piece[1] for piece in pieces]) - tokens + body_tokens, last)
+    return "".join([piece[0] for piece in pieces])
 
 
 def own_sentences(filler: Filler, ruler: Ruler) -> list[str]:

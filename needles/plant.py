@@ -358,17 +358,18 @@ class _Assembly:
         """Filler exchanges up to `end` tokens: at most that, or exactly that where an exchange fits at all."""
         low, high = self.recipe.turn_tokens
         haystack, rng = self.haystack, self.rng
-        while end - self.meter.tokens > _SHORT_TURN:
+        while end - (tokens := self.meter.tokens) > _SHORT_TURN:
             ask, opener = pick(rng, haystack.asks), pick(rng, haystack.prose.openers)
             meter = self.meter.copy()
             meter.exchange(ask, opener)
-            rest = end - meter.tokens
+            begun = meter.tokens
+            rest = end - begun
             if rest < haystack.shortest:
                 if exact:
                     self._short_exchange(end)
                 return
             reply = low + int(rng.random() * (high - low + 1))
-            least = meter.tokens - self.meter.tokens + haystack.longest
+            least = begun - tokens + haystack.longest
             pieces: list[Piece] | None
             if exact and rest < reply + least:
                 # What would remain is too small for another exchange: this reply is the last one.
@@ -376,12 +377,7 @@ class _Assembly:
                 if pieces is None:
                     return
             else:
-                pieces, left = [], min(reply, rest)
-                piece = self.walk.next()
-                while piece.tokens <= left:
-                    pieces.append(piece)
-                    left -= piece.tokens
-                    piece = self.walk.next()
+                pieces = self.walk.take(min(reply, rest))
                 if not pieces:
                     return
             if not self.ruler.additive:

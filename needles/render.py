@@ -33,6 +33,7 @@ import jinja2.sandbox
 import tokenizers
 
 from longrecall.needles.schema import Ask, Conversation, Turn
+from longrecall.needles.tokenizer_file import TokenizerFile, bridging
 
 Message = Mapping[str, Any]
 _ANCHOR = "a."
@@ -89,7 +90,7 @@ class Ruler:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        tokenizer: TokenizerFile | tokenizers.Tokenizer,
         template: str,
         *,
         config: Mapping[str, Any] | None = None,
@@ -98,7 +99,7 @@ class Ruler:
         source: str = "tokenizer",
     ) -> None:
         config = config or {}
-        self.tokenizer = tokenizer
+        self._file = tokenizer
         self.template = template
         self.template_args = dict(template_args or {})
         self.tokenizer_hash = tokenizer_hash
@@ -121,8 +122,12 @@ class Ruler:
             raise RulerError(
                 f"the chat template of {source} is not valid jinja2 (line {error.lineno}): {error}"
             ) from error
-        self.bos_id = tokenizer.token_to_id(self._tokens["bos_token"]) if self._tokens["bos_token"] else None
-        self._control = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        known = tokenizer.any if isinstance(tokenizer, TokenizerFile) else tokenizer
+        bos = self._tokens["bos_token"]
+        self.bos_id = known.token_to_id(bos) if bos else None
+        if bos and self.bos_id is None:  # no added token, and not in the plain part of the vocabulary
+            self.bos_id = self.tokenizer.token_to_id(bos)
+        self._control = [token for token in known.get_added_tokens_decoder().values() if token.special]
         self.special_strings = tuple(sorted({token.content for token in self._control}))
         """Texts that the tokenizer turns into control tokens; filler and facts must hold none of them."""
         self._counts: dict[str, int] = {}
@@ -170,17 +175,31 @@ class Ruler:
         except OSError as error:
             raise RulerError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         try:
-            tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            tokenizer = TokenizerFile(content, hashlib.sha256(content).hexdigest())
+            _ = tokenizer.any
         except Exception as error:  # the library raises bare Exception for every kind of bad file
             raise RulerError(f"{path} is not a tokenizer.json: {error}") from error
         return cls(
             tokenizer,
             template,
             config=config,
-            tokenizer_hash=hashlib.sha256(content).hexdigest(),
+            tokenizer_hash=tokenizer.sha256,
             template_args=template_args,
             source=str(path),
         )
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The whole tokenizer; reading it takes seconds, and plain text needs only a part of it."""
+        return self._file.whole if isinstance(self._file, TokenizerFile) else self._file
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        tokenizer = self._file.for_text(text) if isinstance(self._file, TokenizerFile) else self._file
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _length(self, text: str) -> int:
+        tokenizer = self._file.for_text(text) if isinstance(self._file, TokenizerFile) else self._file
+        return len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def render(
         self,
@@ -232,7 +251,7 @@ class Ruler:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of rendered text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text).ids
         return [self.bos_id, *ids] if self._prepend_bos and self.bos_id is not None else ids
 
     def prompt_tokens(self, messages: Sequence[Message]) -> int:
@@ -267,15 +286,16 @@ class Ruler:
     @cached_property
     def _proven(self) -> tuple[set[str], set[str]]:
         """Characters that may stand before and after a cut."""
-        bridged = _bridging_characters(self.tokenizer)
+        if isinstance(self._file, TokenizerFile):
+            bridged = self._file.bridging
+        else:
+            bridged = bridging(self._file.get_vocab(with_added_tokens=True))
         before = {character for character in _CUT_CHARACTERS if character not in bridged}
         after = set(_CUT_CHARACTERS) - set(".,:;!?)'\"")
         pairs = [(left, right) for left in sorted(before) for right in ("a", "T", "q", "7", "0")]
         pairs += [(left, right) for left in ("a", ".", "3", ",") for right in sorted(after)]
         texts = [f"xy{left} {right}bc" for left, right in pairs]
-        for (left, right), encoding in zip(
-            pairs, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True
-        ):
+        for (left, right), encoding in zip(pairs, map(self._encoding, texts), strict=True):
             # The text is one word, a space and another; some token must start or end exactly at the cut (offset 3).
             if not any(start in (3, 4) and end > 3 for start, end in encoding.offsets) or any(
                 start < 3 < end for start, end in encoding.offsets
@@ -302,8 +322,7 @@ class Ruler:
             return len(self.encode_text(chunk))
         count = self._counts.get(chunk)
         if count is None:
-            ids = self.tokenizer.encode(_ANCHOR + chunk, add_special_tokens=False).ids
-            count = self._counts[chunk] = len(ids) - self._anchor_count
+            count = self._counts[chunk] = self._length(_ANCHOR + chunk) - self._anchor_count
         return count
 
     def count(self, text: str) -> int:
@@ -312,7 +331,7 @@ class Ruler:
 
     def count_whole(self, text: str) -> int:
         """The same by encoding the text as one."""
-        return len(self.tokenizer.encode(_ANCHOR + text, add_special_tokens=False).ids) - self._anchor_count
+        return self._length(_ANCHOR + text) - self._anchor_count
 
     def find(self, messages: Sequence[Message], place: int, text: str) -> Span | None:
         """Token range in the prompt of `text` in the content of message number `place`; None when it is not shown."""
@@ -322,7 +341,7 @@ class Ruler:
         at = rendered.find(text, start) if start >= 0 else -1
         if at < 0:
             return None
-        encoding = self.tokenizer.encode(rendered, add_special_tokens=False)
+        encoding = self._encoding(rendered)
         inside = [
             token
             for token, (left, right) in enumerate(encoding.offsets)
@@ -333,7 +352,7 @@ class Ruler:
 
     @cached_property
     def _anchor_count(self) -> int:
-        return len(self.tokenizer.encode(_ANCHOR, add_special_tokens=False).ids)
+        return self._length(_ANCHOR)
 
     @cached_property
     def layout(self) -> "Layout":
@@ -368,7 +387,7 @@ class Ruler:
 
         `text` must follow other text at a proven cut (or be a whole prompt's start).
         """
-        encoding = self.tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
+        encoding = self._encoding(_ANCHOR + text)
         shift, skipped = len(_ANCHOR), self._anchor_count
         out = []
         for start, end in ranges:
@@ -538,12 +557,6 @@ class Meter:
         assert self._role is not None
         if self._role != "assistant":
             self.text(layout.closing[self._role])
-
-
-def _bridging_characters(tokenizer: tokenizers.Tokenizer) -> set[str]:
-    """Characters c for which some vocabulary entry holds "c" directly followed by a space, then anything or nothing."""
-    pieces = "\n".join(tokenizer.get_vocab(with_added_tokens=True))
-    return {pair[0] for pair in re.findall("[^\n][\u2581\u0120 ]", pieces)}
 
 
 def _token_text(token: object) -> str | None:

@@ -13,13 +13,11 @@ so a killed writer leaves no half-run. Trend and gate read manifests alone; data
 A series is keyed by the suite hash: other prompts are another series. Columns and fields are only ever added.
 """
 
-import gc
 import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from longrecall.evals.schema import VerdictName
+from longrecall.needles.collection import no_collection
 from longrecall.results.run_folder import first_problem
 from longrecall.results.storage import Folder, HistoryError, Storage, sha256
 
@@ -169,18 +168,6 @@ def parse_time(text: str) -> datetime:
     except ValueError as error:
         raise HistoryError(f"{text!r} is not a time; write it like 2026-11-29T14:02:33+00:00") from error
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: walking ever more live records took a third of the time to read 10,000."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class History:

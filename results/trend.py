@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from longrecall.evals.schema import Comparison, Verdict
+from longrecall.needles.collection import no_collection
 from longrecall.results.changes import Change, change_points
-from longrecall.results.history import Stored, no_collection
+from longrecall.results.history import Stored
 from longrecall.results.otava import OtavaSeries, analyze, series_name
 from longrecall.results.thresholds import Thresholds
 
