@@ -11,6 +11,8 @@ queued: times are the device's, not those of the host that launches. Times are m
 on standard output is one JSON document.
 """
 
+import ctypes
+import gc
 import json
 import platform
 import subprocess
@@ -246,9 +248,27 @@ def make_case(shape: Shape, dtype: str, device: str) -> Case:
     )  # fmt: skip
 
 
+def _extra_resident_mb(call: Callable[[], object]) -> float | None:
+    """Peak of resident memory during a call above what was resident before it; None where Linux does not say."""
+    if not (status := Path("/proc/self/status")).is_file():
+        return None
+    call()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident_kb(status, "VmRSS")
+    call()
+    return round((_resident_kb(status, "VmHWM") - before) / 1e3, 1)
+
+
+def _resident_kb(status: Path, field: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1])
+
+
 def _extra_mb(call: Callable[[], object], device: str) -> float | None:
     if device != "cuda":
-        return None
+        return _extra_resident_mb(call)
     import torch
 
     call()
