@@ -136,6 +136,12 @@ for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
     compare(f"{dtype} own keys", 5, 64, 20_000, 128, 512, dtype, distinct=True)
     compare(f"{dtype} one query", 1, 64, 70_000, 128, 2048, dtype)
     compare(f"{dtype} few keys", 3, 64, 600, 128, 512, dtype)
+for heads in (8, 32):
+    compare(f"{heads} heads, own keys", 70, heads, 20_000, 128, 512, torch.float8_e4m3fn, distinct=True)
+compare("more queries than programs, own keys", 600, 32, 9_000, 128, 512, torch.float8_e4m3fn, distinct=True)
+compare("few own keys", 3, 64, 600, 128, 512, torch.float8_e4m3fn, distinct=True)
+compare("ties, own keys", 9, 64, 20_000, 128, 512, torch.bfloat16, tie=True, distinct=True)
+compare("nan, own keys", 9, 64, 20_000, 128, 512, torch.bfloat16, nan=True, distinct=True)
 compare("ties", 9, 64, 20_000, 128, 512, torch.bfloat16, tie=True)
 compare("nan", 9, 64, 20_000, 128, 512, torch.bfloat16, nan=True)
 """
