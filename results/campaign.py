@@ -37,8 +37,10 @@ from longrecall.results import run_folder
 from longrecall.results.early import EarlyStop
 from longrecall.results.preflight import problem_of
 from longrecall.results.schema import Campaign, Report
+from longrecall.runners import inside
 from longrecall.runners.builds import (
     BASE,
+    BASE_AGAIN,
     ModelFolder,
     PreparedBuild,
     cache_dir,
@@ -52,6 +54,7 @@ from longrecall.runners.builds import (
 from longrecall.runners.client import connect
 from longrecall.runners.engines import Engine, engine_of
 from longrecall.runners.gold import GoldScorer
+from longrecall.runners.inside import Shape, look_inside
 from longrecall.runners.journal import Journal, JournalError
 from longrecall.runners.patchset import PatchsetError, content_hash, load_patchset, read_diffs
 from longrecall.runners.processes import Server, ServerError, log_tail, stop_all
@@ -104,6 +107,8 @@ class Options:
     """Ask for the right answer's log-probabilities after each reply."""
     stop_early: bool = False
     """Ask no more of a build once its e-values convict or exonerate it."""
+    inside: int = 0
+    """Conversations that are looked at from inside (runners/inside.py)."""
     stream: bool = False
     keep_servers: bool = False
 
@@ -241,6 +246,8 @@ def _check_arms(options: Options, engine: Engine) -> None:
         raise ValueError("arm mirrored is the first block asked again: it needs another arm, such as warm")
     if options.gold_logprobs and not engine.gold_route:
         raise ValueError(f"--gold-logprobs: engine {engine.name!r} gives no log-probabilities of prompt tokens")
+    if options.inside and not (engine.capabilities.prompt_logprobs and engine.capabilities.input_ids):
+        raise ValueError(f"--inside: engine {engine.name!r} gives no log-probabilities of prompts sent as token ids")
 
 
 def _selected(patchset: PatchSet, only: tuple[str, ...]) -> PatchSet:
@@ -488,11 +495,23 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
         gone = asyncio.run(_serve_and_ask(plan, run_dir, campaign, stages, watcher))
     finally:
         _write_timing(run_dir, stages)
+    if options.inside:
+        _write_inside(plan, run_dir, run_folder.load_campaign(run_dir))
     from longrecall.results.report import write_reports
 
     watcher.note("judging and writing the reports")
     report = write_reports(run_dir)
     return Outcome(run_dir=run_dir, report=report, gone=gone)
+
+
+def _write_inside(plan: Plan, run_dir: Path, campaign: Campaign) -> None:
+    """inside.json and inside-evidence.json, from the arrays in the run folder."""
+    names = [build.build_id for build in campaign.builds]
+    summary = inside.summarise(run_dir, names, BASE, BASE_AGAIN, campaign.onset_tokens)
+    run_folder.write_json(run_dir / inside.SUMMARY, summary)
+    info = campaign.builds[0].manifest.server_info if campaign.builds[0].manifest else None
+    shape = Shape.of(plan.model.path, info, campaign.onset_tokens)
+    run_folder.write_json(run_dir / inside.EVIDENCE, inside.observations(run_dir, summary, shape))
 
 
 def _write_timing(run_dir: Path, stages: Stages) -> None:
@@ -612,6 +631,7 @@ async def _ask_all(
                         build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
                         stream=options.stream, echoes_begun_answer=plan.engine.echoes_begun_answer,
                         begun_after_generation_prompt=plan.engine.begun_after_generation_prompt,
+                        returns=plan.engine.returns(_launch_args(plan, build_id)),
                         api_key="none" if servers else os.environ.get("OPENAI_API_KEY", "none"),
                     )
                 )  # fmt: skip
@@ -645,6 +665,15 @@ async def _ask_all(
             gone |= result.gone
             for said, times in (gold.problems if gold is not None else {}).items():
                 watcher.note(f"{times} right answers are without log-probabilities: {said}")
+            if options.inside:
+                with stages.stage("inside_s"):
+                    for build_id in (name for name in ids if name not in gone):
+                        wrong = await look_inside(
+                            endpoints[build_id], prompts, conversations, options.inside, run_dir,
+                            Shape.of(plan.model.path, infos.get(build_id), campaign.onset_tokens), campaign.max_tokens,
+                        )  # fmt: skip
+                        if wrong is not None:
+                            watcher.note(f"build {build_id} cannot be looked at from inside: {wrong}")
             if plan.engine.statistics_path:
                 alive = [servers[name].url for name in ids if name in servers and servers[name].exit_code() is None]
                 for name, value in (await server_statistics(alive, plan.engine.statistics_path)).items():

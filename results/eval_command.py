@@ -55,6 +55,7 @@ def evaluate(
     start_timeout: Annotated[
         float | None, typer.Option(min=1, help="Seconds for a server's first token. Default: by engine.")
     ] = None,
+    inside: Annotated[int, typer.Option(min=0, help="Conversations to look at from inside: selections, KL.")] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
     stop_early: Annotated[
         bool, typer.Option("--stop-early", help="Ask no more of a build once its e-values decide; fewer tokens.")
@@ -95,6 +96,7 @@ def evaluate(
             gold_logprobs=gold_logprobs,
             request_timeout_s=request_timeout,
             start_timeout_s=start_timeout,
+            inside=inside,
             stream=stream,
             stop_early=stop_early,
             keep_servers=keep_servers,

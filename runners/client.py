@@ -86,6 +86,8 @@ class Endpoint:
     client: openai.AsyncOpenAI
     root: str = ""
     """URL of the server, without /v1."""
+    returns: frozenset[str] = frozenset()
+    """What /generate may be asked to return besides: return_indexer_topk, return_routed_experts."""
     timeout_s: float = 120.0
     echoes_begun_answer: bool = False
     """The server repeats the begun answer at the start of its reply (llama.cpp)."""
@@ -99,6 +101,7 @@ class Endpoint:
 async def connect(
     build_id: str, base_url: str, *, model: str, timeout_s: float = 120.0, stream: bool = False, api_key: str = "none",
     echoes_begun_answer: bool = False, begun_after_generation_prompt: bool = False,
+    returns: frozenset[str] = frozenset(),
 ) -> AsyncIterator[Endpoint]:  # fmt: skip
     """An endpoint over one connection pool; `base_url` is the server's root, without /v1."""
     http_client = openai.DefaultAsyncHttpxClient(
@@ -118,6 +121,7 @@ async def connect(
             model=model,
             client=client,
             root=base_url.rstrip("/"),
+            returns=returns,
             timeout_s=timeout_s,
             stream=stream,
             echoes_begun_answer=echoes_begun_answer,

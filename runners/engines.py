@@ -135,6 +135,12 @@ class Engine:
         """How many builds the accelerators here can serve at the same time; None where they do not bound it."""
         return None
 
+    def returns(self, args: tuple[str, ...]) -> frozenset[str]:
+        """What a build with these arguments returns from /generate when it is asked to."""
+        able = self.capabilities
+        names = {"return_indexer_topk": able.indexer_topk, "return_routed_experts": able.routed_experts}
+        return frozenset(name for name, has in names.items() if has)
+
     def told_by_log(self, text: str) -> dict[str, object]:
         """What the log of a ready server says that its own report does not; key "log" of the stored report."""
         return {}
@@ -180,6 +186,9 @@ class SglangEngine(Engine):
         from longrecall.runners import sglang_group
 
         return sglang_group.builds_at_once(patchset.args, patchset.deployment)
+
+    def returns(self, args: tuple[str, ...]) -> frozenset[str]:
+        return frozenset(name for name in super().returns(args) if f"--enable-{name.replace('_', '-')}" in args)
 
     def told_by_log(self, text: str) -> dict[str, object]:
         from longrecall.runners import sglang

@@ -18,10 +18,12 @@ import openai
 import pytest
 import uvicorn
 
+from longrecall.evals.attribute import load_observations
 from longrecall.needles.render import Ruler
-from longrecall.needles.schema import Probe
+from longrecall.needles.schema import Ask, Conversation, Probe, Turn
 from longrecall.runners.client import connect
 from longrecall.runners.gold import GoldScorer
+from longrecall.runners.inside import Shape, look_inside, observations, summarise
 from longrecall.runners.prompts import make_prompts
 from longrecall.runners.reference.app import Api
 from longrecall.runners.reference.engine import Engine, Settings
@@ -591,3 +593,41 @@ def test_a_server_without_the_route_leaves_the_answer_unscored_and_is_counted(
             return await scorer.scored(endpoint, Response(text="x"), MESSAGES, gold, None)
 
     assert asyncio.run(one()).gold_logprobs is None and sum(scorer.problems.values()) == 1
+
+
+def test_a_look_inside_keeps_selections_and_finds_prefill_and_decode_alike(
+    served: Served, small_folder: Path, tmp_path: Path
+) -> None:
+    prompts = make_prompts(Ruler.from_folder(small_folder), {}, after_prompt=False)
+    turns = tuple(Turn(turn_index=i, role=m["role"], content=m["content"]) for i, m in enumerate(MESSAGES))  # type: ignore[arg-type]
+    asks = tuple(Ask(rung=rung, probe_id="p", turn_end=end, tail=turns[end:], prompt_tokens=1)
+                 for rung, end in ((30, 1), (90, 3)))  # fmt: skip
+    conversation = Conversation(
+        conversation_id="c-0", recipe="r", seed=0, tokenizer_hash="", template_hash="", rungs=(30, 90), turns=turns,
+        facts=(), probes=(), asks=asks,
+    )  # fmt: skip
+    shape = Shape(index_topk=4, experts_per_token=None, onset=8)
+
+    async def one(build_id: str) -> str | None:
+        returns = frozenset({"return_indexer_topk"})
+        async with connect(build_id, served.url, model="reference", returns=returns) as endpoint:
+            return await look_inside(endpoint, prompts, [conversation], 1, tmp_path, shape, 6)
+
+    for build_id in ("base", "base-again", "b"):
+        assert asyncio.run(one(build_id)) is None
+    said = summarise(tmp_path, ["base", "base-again", "b"], "base", "base-again", 8)["builds"]
+    assert sorted(said["b"]) == ["30", "90"]
+    for rung in ("30", "90"):
+        assert said["b"][rung]["prefill_decode_nats"][0] == pytest.approx(0.0, abs=1e-6)
+        assert said["b"][rung]["topk_kept_above"] == [[1.0, 1.0, 1.0]] and "experts_kept_above" not in said["b"][rung]
+        assert said["b"][rung]["first_token_shift_nats"] == pytest.approx([0.0], abs=1e-5)
+    stored = dict(np.load(tmp_path / "inside" / "b" / "c-0-90.npz"))
+    assert stored["topk_decode"].shape[0] == len(stored["rows_decode"]) == len(stored["out"]) - 1
+    # One layer of every row altered: a third of what is selected beyond the onset is lost, beyond chance.
+    stored["topk_above"][:, 1] += 10_000
+    np.savez_compressed(tmp_path / "inside" / "b" / "c-0-90.npz", **stored)
+    changed = summarise(tmp_path, ["base", "base-again", "b"], "base", "base-again", 8)
+    assert changed["builds"]["b"]["90"]["topk_kept_above"] == [[1.0, 0.0, 1.0]]
+    (tmp_path / "evidence.json").write_text(json.dumps(observations(tmp_path, changed, shape)))
+    (seen,) = load_observations(tmp_path / "evidence.json")
+    assert (seen.patch, seen.feature) == ("b", "selection_chance") and 0.1 < seen.estimate < 0.25
