@@ -360,7 +360,7 @@ def context(data: RunData) -> dict[str, Any]:
         "outcome_names": names,
         "outcome_rows": rows,
         "order_table": order_table(report, data.scores, data.replays),
-        "arm_table": arm_table(report, data.scores),
+        "arm_table": arm_table(report, data.scores, data.replays),
         "flips": flip_groups(data, shown),
         "flips_note": "" if n_shown == n_flips else f"{n_shown:,} of {n_flips:,} probes fit here; flips.jsonl has all.",
         "provenance": builds,

@@ -119,16 +119,27 @@ def order_table(report: Report, scores: Sequence[Score], replays: Sequence[Repla
     return Table(["Build", "first fifth", "second", "third", "fourth", "last"], rows, frozenset(range(1, 6)))
 
 
-def arm_table(report: Report, scores: Sequence[Score]) -> Table:
-    """Recall and the share of prompt tokens served from the prefix cache, by build, arm and length."""
+def arm_table(report: Report, scores: Sequence[Score], replays: Sequence[Replay] = ()) -> Table:
+    """Recall and the share of prompt tokens served from the prefix cache, by build, arm and length.
+
+    "Cache as wanted": replies that took at least as much from it as the arm wants, of those where that is known.
+    """
     cells: dict[tuple[str, str, int], list[Score]] = defaultdict(list)
     for score in scores:
         cells[score.build_id, score.arm, score.rung].append(score)
+    wanted: dict[tuple[str, str, int], list[bool]] = defaultdict(list)
+    for replay in replays:
+        response = replay.response
+        if response.cached_at_least is not None and response.cached_tokens is not None:
+            enough = response.cached_tokens >= response.cached_at_least
+            wanted[replay.build_id, replay.arm, replay.rung].append(enough)
     order = {b.build_id: i for i, b in enumerate(report.builds)}
     rows = []
-    for (build, arm, rung), group in sorted(cells.items(), key=lambda item: (order.get(item[0][0], 99), *item[0][1:])):
+    for place, group in sorted(cells.items(), key=lambda item: (order.get(item[0][0], 99), *item[0][1:])):
+        build, arm, rung = place
         kept = [s for s in group if s.outcome not in MISSING]
         cached = [s.cached_tokens / s.context_tokens for s in group if s.cached_tokens is not None and s.context_tokens]
+        met = wanted.get(place)
         rows.append(
             [
                 build,
@@ -137,9 +148,11 @@ def arm_table(report: Report, scores: Sequence[Score]) -> Table:
                 f"{len(kept):,}",
                 charts.points(sum(s.outcome == "ok" for s in kept) / len(kept)) if kept else "–",
                 charts.points(sum(cached) / len(cached)) if cached else "not reported",
+                f"{sum(met):,} of {len(met):,}" if met else "–",
             ]
         )
-    return Table(["Build", "Arm", "Length", "Replies", "Recall, %", "From cache, %"], rows, frozenset({2, 3, 4, 5}))
+    heads = ["Build", "Arm", "Length", "Replies", "Recall, %", "From cache, %", "Cache as wanted"]
+    return Table(heads, rows, frozenset({2, 3, 4, 5, 6}))
 
 
 def flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

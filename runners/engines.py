@@ -196,6 +196,33 @@ class SglangEngine(Engine):
         return sglang.told_by_log(text)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VllmEngine(Engine):
+    """vLLM's OpenAI server, as it is installed in the patchset's `python`."""
+
+    def base_source(self, patchset: PatchSet, store: Path, root: Path = ROOT) -> BaseSource:
+        from longrecall.runners import sglang_source
+
+        python = sglang_source.python_for(patchset) if patchset.python else sys.executable
+        versions, installed = sglang_source.ask_environment(python, "vllm", self.packages)
+        if installed is None:
+            raise PatchsetError(f"{patchset.path}: {python} has no vllm; give python = an environment that has")
+        return BaseSource(
+            root=installed.parent, folders=("vllm",), python=python, packages=versions, hardware=sglang_source.gpus()
+        )
+
+    def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
+        return (
+            sys.executable, "-m", self.module, "--model", str(folder), "--host", "127.0.0.1", "--port", "{port}",
+            "--enable-prompt-tokens-details",  # else a reply does not say how much of its prompt came from the cache
+            *args,
+        )  # fmt: skip
+
+    def import_env(self, tree: Path, source: BaseSource, env: Mapping[str, str]) -> dict[str, str]:
+        path = f"{Path(source.python).parent}:{env.get('PATH', '')}"
+        return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PATH": path}
+
+
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -260,6 +287,23 @@ ENGINES: Mapping[str, Engine] = {
             shared_mb=600,
             start_timeout_s=1800.0,  # weights of hundreds of gigabytes; five servers on two cores take four minutes
         ),
+        # From vLLM's documented flags and routes; no vLLM has been served by this yet.
+        VllmEngine(
+            name="vllm",
+            launches=True,
+            source_folders=("vllm",),
+            source_suffixes=None,
+            module="vllm.entrypoints.openai.api_server",
+            capabilities=Capabilities(
+                continue_final=True, tokenize=True, cache_report=True, cache_salt=True, prompt_logprobs=True,
+                server_info=True,
+            ),
+            packages=("vllm", "torch", "triton", "transformers", "tokenizers", "flashinfer-python", "numpy"),
+            info_path="/version",
+            gold_route="completions",
+            ladders_at_once=1,
+            start_timeout_s=1800.0,
+        ),
         Engine(
             name="openai",
             launches=False,
@@ -277,12 +321,12 @@ def engine_of(patchset: PatchSet) -> Engine:
         near = difflib.get_close_matches(patchset.engine, ENGINES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"engines: {', '.join(ENGINES)}"
         raise PatchsetError(f"{patchset.path}: engine {patchset.engine!r} is not known; {hint}")
-    only_sglang = [patchset.python, patchset.deployment, patchset.model_override]
+    only_sglang: list[object] = [patchset.deployment, patchset.model_override]
     only_sglang += [item for patch in patchset.patches for item in (patch.model_override, patch.source_patcher)]
     if engine.name != "sglang" and any(only_sglang):
-        raise PatchsetError(
-            f"{patchset.path}: python, deployment, model_override and source_patcher are for engine 'sglang'"
-        )
+        raise PatchsetError(f"{patchset.path}: deployment, model_override and source_patcher are for engine 'sglang'")
+    if engine.name not in ("sglang", "vllm") and patchset.python:
+        raise PatchsetError(f"{patchset.path}: python is for engines 'sglang' and 'vllm'")
     if engine.launches and engine.name != "sglang" and patchset.source:
         raise PatchsetError(
             f"{patchset.path}: engine {engine.name!r} serves its own source; source is for 'sglang' and 'openai'"

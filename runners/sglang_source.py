@@ -35,11 +35,11 @@ _FETCH_S = 1200.0
 # Run in the serving environment. Nothing of SGLang is imported there: that would take seconds, and a GPU.
 _PROBE = """
 import importlib.metadata, importlib.util, json, sys, sysconfig
-spec = importlib.util.find_spec("sglang")
+spec = importlib.util.find_spec(sys.argv[1])
 found = {"python": ".".join(map(str, sys.version_info[:3])), "where": None, "versions": {}}
 if spec is not None and spec.submodule_search_locations:
     found["where"] = list(spec.submodule_search_locations)[0]
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     try:
         found["versions"][name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +88,7 @@ def base_source(patchset: PatchSet, engine: Engine, store: Path) -> BaseSource:
         SglangSourceError: it cannot be had.
     """
     python = python_for(patchset)
-    versions, installed = _ask_environment(python, engine.packages)
+    versions, installed = ask_environment(python, "sglang", engine.packages)
     if patchset.source in (None, "installed"):
         if installed is None:
             raise SglangSourceError(
@@ -105,12 +105,12 @@ def base_source(patchset: PatchSet, engine: Engine, store: Path) -> BaseSource:
         versions["sglang"] = name.removeprefix("sglang-").removesuffix(".dist-info")
     # The metadata goes along: SGLang asks it for its version, and the environment's own may be another's.
     folders = ("sglang", *metadata[-1:])
-    return BaseSource(root=root, folders=folders, python=python, packages=versions, hardware=_gpus())
+    return BaseSource(root=root, folders=folders, python=python, packages=versions, hardware=gpus())
 
 
-def _ask_environment(python: str, names: Sequence[str]) -> tuple[dict[str, str], Path | None]:
-    """Package versions of an environment, and the folder of the sglang installed there."""
-    command = [python, "-P", "-c", _PROBE, *names]
+def ask_environment(python: str, package: str, names: Sequence[str]) -> tuple[dict[str, str], Path | None]:
+    """Package versions of an environment, and the folder of `package` if it is installed there."""
+    command = [python, "-P", "-c", _PROBE, package, *names]
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
@@ -121,7 +121,7 @@ def _ask_environment(python: str, names: Sequence[str]) -> tuple[dict[str, str],
     return versions, Path(found["where"]) if found["where"] else None
 
 
-def _gpus() -> str | None:
+def gpus() -> str | None:
     """GPUs and driver as nvidia-smi names them; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
