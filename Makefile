@@ -6,7 +6,7 @@ export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: install ns eval test check serve report bench trend clean train-indexer train-v32 h200 sglang-cpu
+.PHONY: install ns eval test check served serve report bench trend clean train-indexer train-v32 h200 sglang-cpu llamacpp
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -47,6 +47,13 @@ train-v32: ns
 SGLANG_VENV ?= .venv-sglang
 sglang-cpu: install
 	$(PYTHON) -m longrecall.runners.sglang_install $(SGLANG_VENV) $(SGLANG_ARGS)
+
+llamacpp: install
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[llamacpp]'
+
+# Campaigns on SGLang and llama.cpp themselves, on the CPU.
+served: sglang-cpu llamacpp
+	LONGRECALL_SERVED=1 $(PYTHON) -m pytest -q -rA -m slow tests/runners/test_sglang_cpu.py tests/runners/test_llamacpp.py
 
 # On the GPU machine: `make h200 PYTHON=python3`, with sglang 0.5.17 installed there.
 H200_OUT ?= results/runs/h200

@@ -19,6 +19,7 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"runner_tests_{name}", HERE / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -26,6 +27,11 @@ def _load(name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def planted() -> ModuleType:
     return _load("planted")
+
+
+@pytest.fixture(scope="session")
+def third_party() -> ModuleType:
+    return _load("third_party")
 
 
 @pytest.fixture
