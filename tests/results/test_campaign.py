@@ -281,8 +281,8 @@ def launched(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     # As base source, what the loopback server itself imports.
     source = tmp_path / "source" / "needles"
     source.mkdir(parents=True)
-    for name in ("render.py", "schema.py"):
-        shutil.copy(ROOT / "needles" / name, source)
+    for module in (ROOT / "needles").glob("*.py"):
+        shutil.copy(module, source)
     monkeypatch.setattr(builds, "ROOT", tmp_path / "source")
     monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "loopback": engine})
 
