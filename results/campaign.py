@@ -101,7 +101,7 @@ class Options:
     request_timeout_s: float = 300.0
     start_timeout_s: float | None = None
     """For a server's first token; None: the engine's own."""
-    concurrency: int = 32
+    concurrency: int = 64
     """Most requests of one build open at a time."""
     gold_logprobs: bool = False
     """Ask for the right answer's log-probabilities after each reply."""

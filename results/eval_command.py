@@ -46,7 +46,7 @@ def evaluate(
     arms: Annotated[
         str, typer.Option(help="warm, cold, branched, free, concat, alone, mirrored; several with commas.")
     ] = "warm",
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests of a build open at once.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests of a build open at once.")] = 64,
     gold_logprobs: Annotated[
         bool, typer.Option("--gold-logprobs", help="Ask for the right answer's log-probabilities, too.")
     ] = False,

@@ -44,7 +44,7 @@ class ReplayPlan:
     conversations_at_once: int = 4
     whole_ladder: bool = False
     """Send all rungs and probes of a conversation at once (the server shares a prefix that is being computed)."""
-    in_flight: int = 32
+    in_flight: int = 64
     """Most requests of one build open at a time."""
 
     @property
