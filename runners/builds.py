@@ -36,7 +36,7 @@ _PASSED_ENV = (
     "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
 _SECRET_KEY = re.compile(r"api_?key|secret|passw|credential", re.IGNORECASE)
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 # An editable install adds an import hook that would complete a patched tree from the checkout: a module deleted by a
 # patch, or one never copied, would silently come from there. Python runs this at start-up, from the tree.

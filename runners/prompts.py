@@ -34,7 +34,7 @@ class Prompts:
     encode_text: Callable[[str], list[int]] | None = None
     """Token ids of plain text."""
     twins: Mapping[str, Conversation] = field(default_factory=dict)
-    """conversation_id to its concat twin."""
+    """conversation_id to its concat twin, whose questions are in the same order."""
     page_tokens: int = 1
     """Tokens of a cache page: reuse is counted in whole pages."""
     _shared: dict[tuple[str, int], int] = field(default_factory=dict, repr=False)
@@ -44,8 +44,7 @@ class Prompts:
         if arm != "concat":
             return messages_for(conversation, ask)
         twin = self.twins[conversation.conversation_id]
-        planned = next(item for item in twin.asks if (item.rung, item.probe_id) == (ask.rung, ask.probe_id))
-        return messages_for(twin, planned)
+        return messages_for(twin, twin.asks[conversation.asks.index(ask)])
 
     def whole_pages(self, tokens: int) -> int:
         return tokens // self.page_tokens * self.page_tokens

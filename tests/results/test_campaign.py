@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,56 @@ def test_killed_with_9_and_run_again_the_report_is_the_same_and_nothing_is_doubl
     first = json.loads(whole.stdout.splitlines()[-1])
     assert first["suite_hash"] == line["suite_hash"] and first["verdicts"] == line["verdicts"]
     assert evidence(Path(first["run_dir"])) == evidence(run_dir)
+
+
+def test_every_arm_is_asked_and_the_verdict_is_about_the_first(tmp_path: Path, patchset: Path, model: Path) -> None:
+    arms = "concat,warm,branched,free,alone,mirrored"
+    argv = command(
+        patchset,
+        model,
+        tmp_path / "runs",
+        "--conversations",
+        "3",
+        "--block-size",
+        "2",
+        "--arms",
+        arms,
+        "--concurrency",
+        "6",
+    )
+    done = run(argv)
+    assert done.returncode == 3, done.stderr  # 3 conversations pass no control
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["partial"] is False
+    run_dir = Path(line["run_dir"])
+    asked = Counter((replay.arm, replay.response.error) for replay in run_folder.load_replays(run_dir))
+    each = len(BUILDS) + 1, 3 * PROBES * 2
+    assert asked == {
+        **{(arm, None): each[0] * each[1] for arm in ("concat", "warm", "branched", "free", "alone")},
+        ("mirrored", None): each[0] * 2 * PROBES * 2,
+    }
+    assert (run_dir / "concat.parquet").is_file() and (run_dir / "histories.jsonl").is_file()
+    report = json.loads((run_dir / "report.json").read_text())
+    assert {point["n_probes"] for point in report["curves"]} == {3 * PROBES}
+    assert {missing["n_planned"] for missing in report["missing"]} == {each[1]}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--arms", "hot"], "'hot' is none of warm, cold"),
+        (["--arms", "mirrored"], "it needs another arm"),
+        (["--arms", "cold"], "arm cold: engine 'openai'"),
+        (["--gold-logprobs"], "--gold-logprobs: engine 'openai'"),
+        (["--inside", "1"], "--inside: engine 'openai'"),
+    ],
+)
+def test_what_an_engine_cannot_be_asked_for_is_said_first(
+    tmp_path: Path, model: Path, args: list[str], said: str
+) -> None:
+    argv = command(write_patchset(tmp_path, unserved()), model, tmp_path / "runs", *args)[3:]
+    done = CliRunner().invoke(build_app(argv), argv)
+    assert done.exit_code == 2 and said in done.stderr, done.output
 
 
 def evidence(run_dir: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from longrecall.runners.engines import ROOT
 
 PATCHSET = ROOT / "patchsets" / "llamacpp.toml"
+RECIPE = ROOT / "patchsets" / "recipes" / "stated-once.toml"
 # `make served` installs it: that it is missing is a failure there, and a skipped test elsewhere.
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("xllamacpp") is None and os.environ.get("LONGRECALL_SERVED") != "1",
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.skipif(
 def test_four_bit_keys_without_rotation_are_convicted_and_eight_bit_keys_are_not(
     tmp_path: Path, third_party: ModuleType
 ) -> None:
-    done = third_party.campaign(PATCHSET, tmp_path / "runs", 840.0, "--conversations", "10")
+    done = third_party.campaign(
+        PATCHSET, tmp_path / "runs", 840.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
+        "--max-tokens", "8",
+    )  # fmt: skip
     verdicts = done.verdicts
     assert verdicts["keys-q4_0-no-rotation"] == "culprit", done.said
     assert verdicts["keys-q8_0"] != "culprit" and verdicts["noop"] != "culprit", done.said

@@ -28,6 +28,7 @@ from longrecall.runners.sglang_install import is_complete
 from longrecall.runners.sglang_model import sglang_folder
 
 PATCHSET = ROOT / "patchsets" / "sglang-cpu.toml"
+RECIPE = ROOT / "patchsets" / "recipes" / "stated-once.toml"
 ENGINE = ENGINES["sglang"]
 # `make served` makes it: that it is missing is a failure there, and skipped tests elsewhere.
 pytestmark = pytest.mark.skipif(
@@ -190,8 +191,9 @@ def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
 def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: Path, third_party: ModuleType) -> None:
     trees = {str(item.tree) for item in made(sglang_folder()).values()}
     done = third_party.campaign(
-        PATCHSET, tmp_path / "runs", 1140.0, "--rungs", "512,1024", "--conversations", "8", "--max-tokens", "8"
-    )
+        PATCHSET, tmp_path / "runs", 1140.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "8",
+        "--max-tokens", "8",
+    )  # fmt: skip
     assert processes_of(trees) == []
     assert done.verdicts["keys-3bit"] == "culprit" and done.verdicts["ffn-scaled-twice"] == "culprit", done.said
     assert done.verdicts["noop"] != "culprit", done.said
