@@ -13,6 +13,7 @@ from longrecall.results.words import (
     ROLE_WORDS,
     VERDICT_WORDS,
     commands,
+    engine_lacks,
     headline,
     interval,
     lede,
@@ -102,6 +103,7 @@ def report_markdown(report: Report, campaign: Campaign) -> str:
         f"Run `{report.run_id}`, suite `{report.suite_hash[:12]}`, engine {cell(campaign.patchset.engine)},"
         f" {campaign.n_conversations:,} conversations, margin {report.verdict_config.margin * 100:g} points."
         + (f" Up to {report.onset_tokens:,} tokens the top-k selects everything." if report.onset_tokens else ""),
+        cell(engine_lacks(campaign)),
         "## Controls",
         control_list(report),
         "## Verdicts",

@@ -8,6 +8,7 @@ from longrecall.evals.schema import Comparison, Verdict
 from longrecall.results import charts
 from longrecall.results.flips import BASE, visible
 from longrecall.results.schema import Campaign, Report
+from longrecall.runners.engines import ENGINES
 from longrecall.runners.schema import Build
 
 VERDICT_WORDS = {
@@ -155,12 +156,39 @@ def commands(campaign: Campaign) -> str:
         lines.append(f"git checkout {campaign.longrecall_commit}")
     lines += [
         f"longrecall eval {shlex.quote(campaign.patchset.path)} --rungs {rungs}"
-        f" --conversations {campaign.n_conversations} --seed {campaign.seed}",
+        f" --conversations {campaign.n_conversations} --seed {campaign.seed}{_settings(campaign)}",
         "",
         "# the reports and verdicts again, from the stored replies, without a server",
         f"longrecall report results/runs/{shlex.quote(campaign.run_id)}",
     ]
     return visible("\n".join(lines), 4000)
+
+
+DEFAULTS: dict[str, object] = {
+    "recipe": "reference", "arms": ("warm",), "repeats": 1, "max_tokens": 16, "block_size": 4, "concurrency": 64,
+    "gold_logprobs": False, "stop_early": False,
+}  # fmt: skip
+"""Settings of a campaign that its command line leaves out."""
+
+
+def _settings(campaign: Campaign) -> str:
+    """The options of a campaign that are not the defaults."""
+    parts = []
+    for name, default in DEFAULTS.items():
+        value = getattr(campaign, name)
+        if value == default:
+            continue
+        flag = f" --{name.replace('_', '-')}"
+        text = ",".join(value) if isinstance(value, tuple) else str(value)
+        parts.append(flag if value is True else f"{flag} {shlex.quote(text)}")
+    return "".join(parts)
+
+
+def engine_lacks(campaign: Campaign) -> str:
+    """What the engine could not be asked for, as one sentence; empty when it lacks nothing or is not known."""
+    engine = ENGINES.get(campaign.patchset.engine)
+    lacking = engine.capabilities.lacking() if engine is not None else ()
+    return f"Engine {engine.name} cannot be asked for: {', '.join(lacking)}." if engine is not None and lacking else ""
 
 
 def anchor(text: str) -> str:

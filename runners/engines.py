@@ -56,6 +56,24 @@ class Capabilities:
     routed_experts: bool = False
     server_info: bool = False
 
+    def lacking(self) -> tuple[str, ...]:
+        """What it cannot be asked for, in words."""
+        return tuple(words for name, words in _ABILITIES.items() if not getattr(self, name))
+
+
+_ABILITIES = {
+    "continue_final": "to continue a begun answer",
+    "tokenize": "token counts of a text",
+    "cache_report": "how much of a prompt came from the cache",
+    "flush_cache": "to flush its cache",
+    "cache_salt": "to keep one request's prefix from another",
+    "prompt_logprobs": "log-probabilities of prompt tokens",
+    "input_ids": "prompts as token ids",
+    "indexer_topk": "the indexer's selection",
+    "routed_experts": "the routed experts",
+    "server_info": "what it is running",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:

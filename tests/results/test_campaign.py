@@ -24,6 +24,7 @@ from longrecall.results import run_folder
 from longrecall.results.campaign import CampaignError, Options, Watcher, exit_code, run_campaign
 from longrecall.results.eval_command import parse_fail_on, parse_rungs
 from longrecall.results.main import build_app
+from longrecall.results.words import DEFAULTS
 from longrecall.runners import builds, engines
 from longrecall.runners.journal import key_of
 from longrecall.runners.processes import HeldPort, Server, stop_all
@@ -201,6 +202,16 @@ def test_every_arm_is_asked_and_the_verdict_is_about_the_first(tmp_path: Path, p
     report = json.loads((run_dir / "report.json").read_text())
     assert {point["n_probes"] for point in report["curves"]} == {3 * PROBES}
     assert {missing["n_planned"] for missing in report["missing"]} == {each[1]}
+
+
+def test_the_report_repeats_the_command_and_says_what_the_engine_lacks(
+    whole: subprocess.CompletedProcess[str], model: Path
+) -> None:
+    written = (Path(json.loads(whole.stdout.splitlines()[-1])["run_dir"]) / "report.md").read_text()
+    assert f"--seed 0 --recipe {model / 'few.toml'}" in written and "--arms" not in written
+    assert "Engine openai cannot be asked for: token counts of a text" in written
+    options = {field.name: field.default for field in dataclasses.fields(Options)}
+    assert {name: options[name] for name in DEFAULTS} == DEFAULTS
 
 
 @pytest.mark.parametrize(
