@@ -317,6 +317,25 @@ def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Wr
     return Written(path=target, conversations=count, suite_hash=digest.hexdigest())
 
 
+EXAMPLE = """\
+import sys
+
+import datasets
+import openai
+
+chat, right = openai.OpenAI(base_url=sys.argv[2], api_key="none").chat.completions, []
+for row in datasets.load_dataset("parquet", data_files=sys.argv[1], split="train"):
+    gold = {probe["probe_id"]: probe["gold"] for probe in row["probes"]}
+    for ask in row["asks"]:
+        turns = [{"role": t["role"], "content": t["content"]} for t in row["turns"][: ask["turn_end"]] + ask["tail"]]
+        begun = turns[-1]["role"] == "assistant"  # the answer is begun for the model, which goes on
+        extra = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        reply = chat.create(model=sys.argv[3], messages=turns, max_tokens=32, temperature=0, extra_body=extra)
+        right.append(gold[ask["probe_id"]] in (reply.choices[0].message.content or ""))
+print(f"{sum(right)} of {len(right)} prompts answered with the planted value")
+"""
+"""How to run a set without longrecall; also docs/examples/run_needles_set.py."""
+
 CARD = """\
 ---
 pretty_name: Planted-fact conversations ({recipe})
@@ -336,7 +355,12 @@ configs:
 Each row is a conversation. Every item of `asks` is one prompt of exactly `prompt_tokens` tokens: the messages
 `turns[:turn_end]` followed by `tail`. When the tail ends with an assistant turn, send `continue_final_message=true` and
 `add_generation_prompt=false`. `probes` holds the question's gold answer, the values that other answers would come
-from, and the kind. Text is generated; it describes no real person.
+from, and the kind. Text is generated; it describes no real person. A server with the set's tokenizer and template
+reports `usage.prompt_tokens` equal to `prompt_tokens`. To run it against any OpenAI-compatible server
+(`python run.py conversations.parquet BASE_URL MODEL`):
+
+```python
+{example}```
 """
 
 
@@ -370,7 +394,7 @@ def write_set(conversations: Iterable[Conversation], folder: str | Path, *, over
         "version": _version(),
         **seen,
     }
-    shown = {**facts, "count": written.conversations, "rungs": ", ".join(map(str, seen["rungs"]))}
+    shown = {**facts, "count": written.conversations, "rungs": ", ".join(map(str, seen["rungs"])), "example": EXAMPLE}
     write_text(target / "README.md", CARD.format(**shown))
     write_text(target / "set.json", json.dumps(facts, indent=1) + "\n")
     return written

@@ -3,21 +3,23 @@
     ruler = ServerRuler("http://127.0.0.1:30000/v1", model="some-model")
 
 Three ways are tried once, in this order: vLLM's `/tokenize` with messages, the same under `/v1`, and a completion of
-one token whose `usage.prompt_tokens` is read. Lengths between measurements are estimated from the number of characters,
-so sets come out as exact as with a local tokenizer but with a few requests per prompt.
+one token whose `usage.prompt_tokens` is read. Lengths between measurements are estimated from the number of characters
+(how many make a token is measured once), so sets come out as exact as with a local tokenizer but with a few requests
+per prompt.
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import httpx
 import tokenizers
 
+from longrecall.needles.filler import Prose
 from longrecall.needles.render import Layout, Message, Ruler, RulerError, Span, continues
 
-_CHARACTERS_PER_TOKEN = 4.2
-"""English prose under vocabularies of 100,000 entries and more; estimates are corrected by measurements."""
 _TEMPLATE_TOKENS = 5
 
 
@@ -128,13 +130,21 @@ class ServerRuler(Ruler):
 
     # Estimates between measurements
 
+    @cached_property
+    def _characters_per_token(self) -> float:
+        """In filler: about 4.2 under vocabularies of 100,000 entries and more, 1 under one of characters."""
+        prose, rng = Prose(), random.Random(0)
+        sample = " " + prose.paragraph(rng, 24)
+        short, long = (self.prompt_tokens([{"role": "user", "content": text}]) for text in ("Go on.", "Go on." + sample))
+        return len(sample) / max(1, long - short)
+
     @property
     def additive(self) -> bool:
         return False
 
     @property
     def layout(self) -> Layout:
-        gap = " " * int(_TEMPLATE_TOKENS * _CHARACTERS_PER_TOKEN)
+        gap = " " * int(_TEMPLATE_TOKENS * self._characters_per_token)
         roles = ("system", "user", "assistant", "tool")
         return Layout(
             opening=dict.fromkeys(roles, gap),
@@ -151,7 +161,7 @@ class ServerRuler(Ruler):
         return [text]
 
     def count_chunk(self, chunk: str, *, first: bool = False) -> int:
-        return max(1, round(len(chunk) / _CHARACTERS_PER_TOKEN)) if chunk else 0
+        return max(1, round(len(chunk) / self._characters_per_token)) if chunk else 0
 
     def find(self, messages: Sequence[Message], place: int, text: str) -> Span | None:
         return None

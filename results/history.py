@@ -467,6 +467,12 @@ def decode(name: str, data: bytes) -> Entry:
     """A manifest read back. Raises HistoryError naming the file: damaged, newer, or not a manifest."""
     _check_hash(name, data)
     try:
+        entry = _entries.validate_json(data)  # without Python objects between: most of the time of a listing
+        if entry.schema_version <= SCHEMA_VERSION and b'"schema_version":' in data:
+            return entry
+    except ValidationError:
+        pass  # said below, by what is wrong first
+    try:
         record = json.loads(data)
         version = record.get("schema_version")
         if not isinstance(version, int):

@@ -5,22 +5,13 @@ import sys
 import datasets
 import openai
 
-rows = datasets.load_dataset("parquet", data_files=sys.argv[1], split="train")
-client = openai.OpenAI(base_url=sys.argv[2], api_key="none")
-right = asked = 0
-for row in rows:
+chat, right = openai.OpenAI(base_url=sys.argv[2], api_key="none").chat.completions, []
+for row in datasets.load_dataset("parquet", data_files=sys.argv[1], split="train"):
     gold = {probe["probe_id"]: probe["gold"] for probe in row["probes"]}
     for ask in row["asks"]:
-        turns = row["turns"][: ask["turn_end"]] + ask["tail"]
-        begun = turns[-1]["role"] == "assistant"
-        reply = client.chat.completions.create(
-            model=sys.argv[3],
-            messages=[{"role": turn["role"], "content": turn["content"]} for turn in turns],
-            max_tokens=32,
-            temperature=0,
-            extra_body={"continue_final_message": begun, "add_generation_prompt": not begun},
-        )
-        assert reply.usage.prompt_tokens == ask["prompt_tokens"], "another tokenizer or template than the set's"
-        asked += 1
-        right += gold[ask["probe_id"]] in (reply.choices[0].message.content or "")
-print(f"{right} of {asked} prompts answered with the planted value")
+        turns = [{"role": t["role"], "content": t["content"]} for t in row["turns"][: ask["turn_end"]] + ask["tail"]]
+        begun = turns[-1]["role"] == "assistant"  # the answer is begun for the model, which goes on
+        extra = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        reply = chat.create(model=sys.argv[3], messages=turns, max_tokens=32, temperature=0, extra_body=extra)
+        right.append(gold[ask["probe_id"]] in (reply.choices[0].message.content or ""))
+print(f"{sum(right)} of {len(right)} prompts answered with the planted value")

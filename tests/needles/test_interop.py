@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from longrecall.needles.dataset import EXAMPLE as SHOWN
 from longrecall.needles.dataset import from_row, read_parquet, write_set
 from longrecall.needles.lint import lint
 from longrecall.needles.plant import make_conversations
@@ -32,6 +33,7 @@ class Server:
     def __init__(self, ruler: Ruler, *, tokenize: bool) -> None:
         self.ruler = ruler
         self.asked = 0
+        self.lengths: list[int] = []
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -76,6 +78,7 @@ class Server:
         contents = [message["content"] for message in body["messages"]]
         name = re.findall(r"[A-Z]\w+", contents[-1])[-1]
         told = next((re.search(r"\d{5}", text) for text in contents[:-2] if name in text), None)
+        self.lengths.append(self._count(body))
         usage = {"prompt_tokens": self._count(body), "completion_tokens": 1, "total_tokens": self._count(body) + 1}
         message = {"role": "assistant", "content": f" {told.group()}." if told else "?"}
         return JSONResponse(
@@ -129,8 +132,12 @@ def test_the_example_runs_a_set_against_an_openai_server(tmp_path: Path, tekken:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "16 of 16 prompts answered with the planted value"
     assert served.asked == 16
+    assert served.lengths == [ask.prompt_tokens for c in read_parquet(written.path) for ask in c.asks]
     code = EXAMPLE.read_text()
     assert "import longrecall" not in code and "from longrecall" not in code
+    lines = [line for line in code.split('"""')[2].splitlines() if line and not line.startswith("import ")]
+    assert len(lines) == 10
+    assert code.endswith(SHOWN) and SHOWN in (tmp_path / "set" / "README.md").read_text()
 
 
 def test_a_server_can_be_the_ruler(server: tuple[Server, str], tekken: Ruler) -> None:

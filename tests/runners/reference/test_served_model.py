@@ -15,6 +15,11 @@ import httpx
 import openai
 import pytest
 
+from longrecall.needles.lint import lint
+from longrecall.needles.plant import make_conversations
+from longrecall.needles.recipes import recipe
+from longrecall.needles.render import Ruler, messages_for
+from longrecall.needles.server_ruler import ServerRuler
 from longrecall.runners.reference.convert import reference_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,3 +195,22 @@ def test_the_server_keeps_its_memory_in_huge_pages(url: str) -> None:
     pid = httpx.get(f"{url}/server_info", trust_env=False).json()["pid"]
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert any(line.startswith(b"GLIBC_TUNABLES=") and b"glibc.malloc.hugetlb=1" in line for line in environment)
+
+
+def test_its_tokenize_route_is_the_ruler_of_a_set(url: str, folder: Path) -> None:
+    """`longrecall needles make --server`: lengths counted by the server, checked with the tokenizer it holds."""
+    ruler = ServerRuler(f"{url}/v1")
+    try:
+        made = list(make_conversations(recipe("single"), ruler=ruler, rungs=[500, 900], count=2, seed=3))
+    finally:
+        ruler.close()
+    counting = httpx.get(f"{url}/statistics", timeout=WAIT_S).json()["requests"]
+    assert lint(made, ruler=Ruler.from_folder(folder)) == []
+    asks = [(ask, messages_for(conversation, ask)) for conversation in made for ask in conversation.asks]
+    assert [ask.prompt_tokens for ask, _ in asks] == [500, 900] * 2
+    ask, messages = asks[0]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+    reply = client.chat.completions.create(model="reference", messages=messages, max_tokens=1)
+    assert reply.usage is not None and reply.usage.prompt_tokens == 500
+    # Counting asked the tokenizer, never the model.
+    assert httpx.get(f"{url}/statistics", timeout=WAIT_S).json()["requests"] == counting + 1
