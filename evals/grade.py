@@ -2,8 +2,9 @@
 
 The grader reads value tokens only; wording, markdown, thinking blocks and explanations around them do not count.
 A reply is ok when it commits to the gold value and to no other. A list of values is never ok, however many of them
-are right. Where the assistant turn was begun for the model ("The locker code of Ada is"), the answer is what comes
-next, and talk after the first sentence is not read.
+are right; values told person by person ("Ada: 48213, Bob: 90577") are no list: the one told of the person asked for is
+the answer, wherever it stands. Where the assistant turn was begun for the model ("The locker code of Ada is"), the
+answer is what comes next, and talk after the first sentence is not read.
 """
 
 import difflib
@@ -12,7 +13,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from longrecall.evals.schema import Outcome
-from longrecall.evals.values import Kind, Mention, canonical, clean, edit_distance, kind_of, read_values
+from longrecall.evals.values import Kind, Mention, canonical, clean, edit_distance, kind_of, labelled, read_values
 from longrecall.needles.schema import Conversation, Probe
 
 
@@ -123,6 +124,8 @@ def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Contai
         return Grade("loop", reader.written(body, values[0]) if values else None)
     if not values:
         return _no_value(body, segment, probe, reader, cut=cut)
+    if not probe.answer_prefix:
+        values = labelled(segment, values, reader.names, reader.asked) or values
     chosen = _commit(segment, values, begun=bool(probe.answer_prefix))
     last = chosen[-1]
     if (
@@ -219,6 +222,10 @@ class _Reader(NamedTuple):
     foreign: Container[str]
     max_words: int
     n_digits: int
+    names: frozenset[str]
+    """People and things that facts of the conversation are about."""
+    asked: frozenset[str]
+    """Those of them that the question names."""
 
     @classmethod
     def of(cls, probe: Probe, conversation: Conversation, foreign: Container[str], kind: Kind) -> "_Reader":
@@ -232,6 +239,7 @@ class _Reader(NamedTuple):
         planted = [value for fact in conversation.facts for value in (fact.value, *fact.aliases)]
         distractors = forms([*probe.distractor_values, *planted]) - gold - stale
         known = [*gold, *stale, *distractors]
+        names = frozenset(fact.entity for fact in conversation.facts if fact.entity)
         return cls(
             kind=kind,
             gold=gold,
@@ -240,6 +248,8 @@ class _Reader(NamedTuple):
             foreign=foreign,
             max_words=min(6, max(len(v.split()) for v in known)),
             n_digits=len(canonical(probe.gold, kind)),
+            names=names,
+            asked=frozenset(name for name in names if re.search(rf"\b{re.escape(name)}\b", probe.question, re.I)),
         )
 
     def read(self, segment: str) -> list[Mention]:

@@ -43,8 +43,8 @@ from longrecall.evals.secondary import flips, logprob_shifts
 from longrecall.evals.sizes import more_conversations_needed
 from longrecall.runners.schema import Build
 
-ANALYSIS_VERSION = "1"
-"""Changes whenever the same scores could give another verdict."""
+ANALYSIS_VERSION = "2"
+"""Changes whenever the same replies could give another verdict; 2: values told person by person are graded by name."""
 MAX_MARGIN_SHARE = 0.5
 """The margin may be at most this share of what the positive control lost, and of what the baseline could lose."""
 

@@ -181,13 +181,13 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     engine = engine_of(patchset)
     patchset = _selected(patchset, options.only)
     _check_arms(options, engine)
+    recipe = named_recipe(options.recipe)
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
         ruler = Ruler.from_folder(model.path)
         model = replace(model, tokenizer_hash=ruler.tokenizer_hash, template_hash=ruler.template_hash)
         note(f"planting {options.conversations} conversations, rungs {', '.join(map(str, options.rungs))}")
-        recipe = named_recipe(options.recipe)
         haystack = make_haystack(recipe, ruler, options.seed)
         conversations = tuple(
             make_conversations(

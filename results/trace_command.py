@@ -56,6 +56,7 @@ def _group() -> None:
 
 @app.command("routed-scaling")
 def routed_scaling(
+    context: typer.Context,
     sglang: Annotated[
         str, typer.Option(help="installed, a folder, a wheel, a version to download, or reference.")
     ] = "installed",
@@ -89,6 +90,8 @@ def routed_scaling(
         return cells
 
     try:
+        if sglang == "reference" and diff is None:
+            _refuse_ignored(context)
         scenario = Scenario(model=model, quant=quant, runner=runner, platform=platform, env=_environment(env or []))
         if diff is not None:
             old, new = (matrix(opened(where), scenario) for where in diff)
@@ -99,6 +102,23 @@ def routed_scaling(
             _print_trace(trace(opened(sglang), scenario), as_json)
     except SourceError as error:
         raise _fail(str(error)) from None
+
+
+def _refuse_ignored(context: typer.Context) -> None:
+    """The reference build has one model, one number format and one path: what would choose another is an error."""
+    from longrecall.kernels.contract.source_tree import SourceError
+
+    choosing = {"model": "--model", "quant": "--quant", "runner": "--runner", "platform": "--platform",
+                "env": "--env", "every": "--all"}  # fmt: skip
+    given = [
+        flag
+        for name, flag in choosing.items()
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise SourceError(
+            f"{', '.join(given)} cannot be given with --sglang reference: that build has one model and one path"
+        )
 
 
 def _environment(pairs: list[str]) -> dict[str, str]:

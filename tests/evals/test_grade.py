@@ -15,11 +15,11 @@ FOREIGN = frozenset({"70011", "80022", "walrus"})
 VERBATIM = "The quick harvest moved along the river road while seven grey barrels rolled past the old mill at noon"
 
 
-def _probe(gold, *, stale=(), distractors=(), prefix="", aliases=(), live="f0", kind="single"):
+def _probe(gold, *, stale=(), distractors=(), prefix="", aliases=(), live="f0", kind="single", question="?"):
     return Probe(
         probe_id="p0",
         kind=kind,
-        question="?",
+        question=question,
         gold=gold,
         aliases=aliases,
         live_fact=live,
@@ -32,6 +32,9 @@ def _probe(gold, *, stale=(), distractors=(), prefix="", aliases=(), live="f0", 
 PROBES = {
     "begun": _probe("48213", stale=("11902",), distractors=("90577",), prefix="The locker code of Ada is"),
     "open": _probe("48213", stale=("11902",), distractors=("90577",)),
+    "people": _probe(
+        "48213", stale=("11902",), distractors=("90577", "31415"), question="What is the locker code of Ada?"
+    ),
     "word": _probe("heron", stale=("otter",), distractors=("badger",)),
     "name": _probe("Maria Delgado", aliases=("Delgado",), distractors=("Jonas Brandt",)),
     "date": _probe("2031-05-03", stale=("2031-04-30",)),
@@ -48,9 +51,12 @@ PROBES = {
 }
 
 
+PEOPLE = {"48213": "Ada", "11902": "Ada", "90577": "Bob", "31415": "Eve"}
+
+
 def _conversation(*values):
     facts = tuple(
-        Fact(fact_id=f"f{i}", entity="Bob", attribute="x", value=v, kind="single", turn_index=0)
+        Fact(fact_id=f"f{i}", entity=PEOPLE.get(v, "Bob"), attribute="x", value=v, kind="single", turn_index=0)
         for i, v in enumerate(values)
     )
     return Conversation(
