@@ -25,12 +25,18 @@ _TOKENS_PER_WORD = 1.5
 class HistoryBroken(RuntimeError):
     """A turn of the history could not be generated; the text is an error of class `history`."""
 
+    def __init__(self, turn: str, error: str) -> None:
+        super().__init__(f"history: {turn}: {error}")
+        self.error = error
+        """What the reply ended in."""
+
 
 class FreeHistories:
     """The generated turns of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = AppendFile(run_dir / HISTORIES)
+        self._writing = asyncio.Lock()
         self._replies: dict[tuple[str, str, int, int], str] = {}
         for number, line in self._file.lines():
             try:
@@ -55,7 +61,8 @@ class FreeHistories:
             if key not in self._replies:
                 self._replies[key] = await self._generated(endpoint, prompts, messages[:place], turn.content, key)
                 line = json.dumps([*key, self._replies[key]], separators=(",", ":"))
-                await asyncio.to_thread(self._file.append, line.encode() + b"\n")
+                async with self._writing:
+                    await asyncio.to_thread(self._file.append, line.encode() + b"\n")
             messages[place]["content"] = self._replies[key]
         return messages
 
@@ -72,7 +79,7 @@ class FreeHistories:
         )  # fmt: skip
         reply = await ask(endpoint, question, random.Random(f"free/{key}"))
         if reply.error is not None:
-            raise HistoryBroken(f"history: turn {key[-1]} of {key[1]}: {reply.error}")
+            raise HistoryBroken(f"turn {key[-1]} of {key[1]}", reply.error)
         return (reply.text or "").strip()
 
     def close(self) -> None:

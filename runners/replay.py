@@ -192,9 +192,13 @@ async def replay(
                     busy.discard(cell.build_id)
                     turn.notify_all()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(max(1, min(parallel, len(wanted)))):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, min(parallel, len(wanted)))):
+                group.create_task(worker())
+    finally:
+        if histories is not None:
+            histories.close()
     return result
 
 
@@ -252,7 +256,7 @@ class _Asking:
                     history = await self.histories.grown(self.endpoint, self.prompts, conversation, repeat, turn_end)
                 except HistoryBroken as problem:
                     broken = str(problem)
-                    await self._check_alive(broken.partition(": ")[2])
+                    await self._check_alive(problem.error)
             sent = await self.journal.sending([keys[ask_] for ask_ in open_])
             async with asyncio.TaskGroup() as group:
                 for ask_, record in zip(open_, sent, strict=True):

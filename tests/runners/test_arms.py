@@ -15,9 +15,9 @@ from longrecall.needles.schema import Conversation, Turn
 from longrecall.results.run_folder import load_replays
 from longrecall.runners.client import connect, error_class
 from longrecall.runners.journal import Journal
-from longrecall.runners.processes import Server
+from longrecall.runners.processes import Server, ServerError
 from longrecall.runners.prompts import EDIT, Prompts
-from longrecall.runners.replay import ReplayPlan, replay
+from longrecall.runners.replay import BuildGone, ReplayPlan, ReplayResult, replay
 from longrecall.runners.schema import Arm, Replay
 
 
@@ -140,6 +140,33 @@ def test_a_history_that_cannot_be_generated_is_a_class_of_its_own(
     replays = asked(planted.make(1), {"base": server}, tmp_path, "free")
     assert {error_class(r.response.error or "") for r in replays} == {"history"}
     assert (replays[0].response.error or "").startswith("history: turn 1 of c0: http 500")
+
+
+def test_a_server_that_ends_while_a_history_is_generated_leaves_no_answers(
+    tmp_path: Path, planted: ModuleType, loopback: Callable[..., Server]
+) -> None:
+    server = loopback("--die-after", "2", name="base")
+    conversations = planted.make(1)
+    plan = ReplayPlan(
+        run_id="r", build_ids=("base",), conversations={"c0": conversations[0]}, conversation_order=("c0",),
+        block_size=1, arms=("free",),
+    )  # fmt: skip
+
+    def check_alive(build_id: str) -> None:
+        try:
+            server.check_alive()
+        except ServerError as problem:
+            raise BuildGone(str(problem)) from None
+
+    async def go() -> ReplayResult:
+        async with connect("base", server.url, model="loopback") as endpoint:
+            journal = Journal(tmp_path)
+            try:
+                return await replay(plan, {"base": endpoint}, journal, parallel=1, check_alive=check_alive)
+            finally:
+                journal.close()
+
+    assert list(asyncio.run(go()).gone) == ["base"] and load_replays(tmp_path) == []
 
 
 def test_concat_asks_the_twin_and_is_filed_under_its_original(
