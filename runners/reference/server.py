@@ -62,6 +62,8 @@ class ServerArgs:
     prefix_cache_mb: int = 1024
     disable_radix_cache: bool = False
     batch_window_ms: float = 4.0
+    """An idle engine starts once no request has come for this long (at most 25 times as long): requests sent together
+    then make the same batches on every build, and so the same rounding."""
     random_seed: int = 0
     die_with_parent: bool = False
     """End when the process that started this one ends (Linux)."""
@@ -231,6 +233,7 @@ def serve(args: ServerArgs) -> None:
         max_total_tokens=args.max_total_tokens,
         prefix_cache_bytes=0 if args.disable_radix_cache else args.prefix_cache_mb * 2**20,
         batch_window_s=args.batch_window_ms / 1000,
+        max_batch_window_s=25 * args.batch_window_ms / 1000,
         random_seed=args.random_seed,
     )
     engine = Engine(model, tokenizer, settings, on_thread_start=lambda: torch.set_num_threads(args.threads))
