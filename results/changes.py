@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import exp, lgamma, log, log1p, sqrt
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtr
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,8 +56,41 @@ def t_test(left: Floats, right: Floats) -> float:
     # rounding of equal values is not a spread: 1e-12 is far below one reply in a million
     if pooled <= 1e-24:
         return 0.0 if abs(difference) > 1e-12 else 1.0
-    t = difference / np.sqrt(pooled * (1 / n + 1 / m))
-    return float(2 * stdtr(n + m - 2, -abs(t)))
+    return student_tails(difference / sqrt(pooled * (1 / n + 1 / m)), n + m - 2)
+
+
+def student_tails(t: float, freedom: int) -> float:
+    """P(|T| > |t|) of Student's distribution: the regularised incomplete beta function I_x(freedom/2, 1/2).
+
+    By its continued fraction (Lentz), as in Numerical Recipes 6.4; importing scipy.special for it takes a tenth of the
+    time of a trend over 10,000 runs.
+    """
+    x = freedom / (freedom + t * t)
+    a, b = freedom / 2, 0.5
+    if x >= 1:
+        return 1.0
+    if x <= 0:
+        return 0.0
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x))
+    if x < (a + 1) / (a + b + 2):
+        return front * _fraction(a, b, x) / a
+    return 1 - front * _fraction(b, a, 1 - x) / b
+
+
+def _fraction(a: float, b: float, x: float) -> float:
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    total = d
+    for m in range(1, 1000):
+        for step in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1 / (1 + step * d)
+            c = 1 + step / c
+            total *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return total
 
 
 def _prefix_sums(window: Floats) -> Floats:

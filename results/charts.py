@@ -1,4 +1,4 @@
-"""Charts as hand-written SVG: recall against context length, forest plot, history of a series.
+"""Charts as hand-written SVG: recall against context length, by part of a run and by arm, forest plot.
 
 Why not altair + vl-convert: their SVG fixes its colours, so light and dark would need two copies of each chart, and it
 carries no roles, titles or classes to style, focus or read aloud. These are 4-15 kB each, take their colours from the
@@ -192,12 +192,19 @@ class Axes:
     def y(self, share: float) -> float:
         return self.y0 + (self.y1 - self.y0) * share
 
-    def draw(self, onset: int | None) -> list[str]:
-        """Grid, ticks and the onset line."""
+    def grid(self) -> list[str]:
+        """Lines and labels of recall."""
         out = []
         for step in (0, 0.25, 0.5, 0.75, 1) if self.labels else (0, 0.5, 1):
             out.append(f'<path class="{"grid" if step else "axis"}" d="M{self.x0} {self.y(step):.1f}H{self.x1}"/>')
             out.append(text(self.x0 - 8, self.y(step) + 4, f"{step:.0%}", "small muted", "end"))
+        if self.labels:
+            out.append(text(self.x0, self.y1 - 16, "recall", "small muted"))
+        return out
+
+    def draw(self, onset: int | None) -> list[str]:
+        """Grid, ticks and the onset line."""
+        out = self.grid()
         last = -99.0
         for rung in self.rungs:
             out.append(f'<path class="axis" d="M{self.x(rung):.1f} {self.y0}v5"/>')
@@ -206,7 +213,6 @@ class Axes:
                 last = self.x(rung)
         if self.labels:
             out.append(text((self.x0 + self.x1) / 2, self.y0 + 42, "context length, tokens", "small muted", "middle"))
-            out.append(text(self.x0, self.y1 - 16, "recall", "small muted"))
         if onset is not None and min(self.rungs) <= onset <= max(self.rungs):
             out.append(f'<path class="onset" d="M{self.x(onset):.1f} {self.y0}V{self.y1 - 8}"/>')
             if self.labels:
@@ -258,13 +264,66 @@ def recall_chart(
         ends.append((one, axes.x(known[-1][0]), axes.y(known[-1][1])))
     out = [*axes.draw(onset), *bands, *lines, *marks]
     if labels:
-        for (one, x, y), at in zip(ends, spread([end[2] for end in ends], 17, axes.y1, axes.y0), strict=True):
-            out.append(f'<path class="lead s-{one.tone}" d="M{x + 8:.1f} {y:.1f}L{axes.x1 + 8} {at:.1f}"/>')
-            out.append(text(axes.x1 + 12, at + 4, one.label, f"label small f-{one.tone}"))
+        out += end_labels(axes, ends)
     told = "; ".join(
         f"{one.label}: " + ", ".join(f"{points(p.recall)} % at {p.rung:,}" for p in one.points) for one in series
     )
     return frame(width, height, title, told, out, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """One build's recall at each of a few named places; None = not measured."""
+
+    label: str
+    tone: str
+    shares: tuple[float | None, ...]
+    dashed: bool = False
+
+
+def steps_chart(
+    series: Sequence[Steps], heads: Sequence[str], *, key: str, title: str, axis: str, width: int = 960
+) -> str:
+    """Recall (0-100 %) at named places side by side: parts of a run, arms of the cache."""
+    height = max(300, 90 + 17 * len(series))
+    axes = Axes([1], width=width, height=height, labels=True)
+    across = (axes.x1 - axes.x0) / len(heads)
+
+    def x(place: int) -> float:
+        return axes.x0 + (place + 0.5) * across
+
+    out = axes.grid()
+    for place, head in enumerate(heads):
+        out.append(f'<path class="axis" d="M{x(place):.1f} {axes.y0}v5"/>')
+        out.append(text(x(place), axes.y0 + 20, head, anchor="middle"))
+    out.append(text((axes.x0 + axes.x1) / 2, axes.y0 + 42, axis, "small muted", "middle"))
+    lines, marks, ends = [], [], []
+    for one in series:
+        known = [(x(place), axes.y(share), share, heads[place])
+                 for place, share in enumerate(one.shares) if share is not None]  # fmt: skip
+        if not known:
+            continue
+        path = "L".join(f"{at:.1f} {up:.1f}" for at, up, _, _ in known)
+        lines.append(f'<path class="line thin{" dash" if one.dashed else ""} s-{one.tone}" d="M{path}"/>')
+        marks += [
+            mark(at, up, one.tone, 4.2, f"{one.label}, {head}: {points(share)} %") for at, up, share, head in known
+        ]
+        ends.append((one, known[-1][0], known[-1][1]))
+    out += [*lines, *marks, *end_labels(axes, ends)]
+    told = "; ".join(
+        f"{one.label}: " + ", ".join(f"{points(share)} % {head}" for head, share in zip(heads, one.shares, strict=True))
+        for one in series
+    )
+    return frame(width, height, title, told, out, key)
+
+
+def end_labels(axes: Axes, ends: Sequence[tuple[Series | Steps, float, float]]) -> list[str]:
+    """The name of each line at its end, none on another."""
+    out = []
+    for (one, x, y), at in zip(ends, spread([end[2] for end in ends], 17, axes.y1, axes.y0), strict=True):
+        out.append(f'<path class="lead s-{one.tone}" d="M{x + 8:.1f} {y:.1f}L{axes.x1 + 8} {at:.1f}"/>')
+        out.append(text(axes.x1 + 12, at + 4, one.label, f"label small f-{one.tone}"))
+    return out
 
 
 def nice_step(span: float, wanted: int = 8) -> float:

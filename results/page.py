@@ -23,13 +23,16 @@ from longrecall.results import charts
 from longrecall.results.flips import BASE, Flip
 from longrecall.results.panels import (
     DIFF_BYTES,
+    ORDER_HEADS,
     Table,
+    arm_shares,
     arm_table,
     comparison_table,
     curve_table,
     heat_maps,
     length_table,
     missing_table,
+    order_shares,
     order_table,
     outcome_rows,
     provenance,
@@ -93,8 +96,9 @@ def series(report: Report, build_id: str, *, band: bool, tone: str | None = None
     )
 
 
-def chart_set(report: Report) -> dict[str, str]:
+def chart_set(data: RunData) -> dict[str, str]:
     """Every chart of the page by name, as SVG that takes its colours from the page."""
+    report = data.report
     found = {}
     ids = [b.build_id for b in report.builds]
     if report.curves:
@@ -143,7 +147,33 @@ def chart_set(report: Report) -> dict[str, str]:
         found["differences"] = charts.forest_chart(
             groups, report.verdict_config.margin, key="forest", title="Difference of recall, patch minus base"
         )
+    parts = order_shares(report, data.scores, data.replays)
+    if parts:
+        found["order"] = charts.steps_chart(
+            _steps(report, parts),
+            ORDER_HEADS,
+            key="order",
+            title="Recall by order of sending, every build",
+            axis="part of the requests, in order of sending",
+        )
+    arms, by_arm = arm_shares(report, data.scores)
+    if len(arms) > 1:
+        found["arms"] = charts.steps_chart(
+            _steps(report, by_arm),
+            arms,
+            key="arms",
+            title="Recall by arm of the prefix cache, every build",
+            axis="how the prompt met the server's cache",
+        )
     return found
+
+
+def _steps(report: Report, shares: Mapping[str, Sequence[float | None]]) -> list[charts.Steps]:
+    tones = {build: tone_of(report, build) for build in shares}
+    return [
+        charts.Steps(label=build, tone=tones[build], shares=tuple(own), dashed=tones[build] in ("quiet", "control"))
+        for build, own in shares.items()
+    ]
 
 
 def pick_flips(flips: Mapping[str, Sequence[Flip]], room: int) -> tuple[dict[str, list[Flip]], int, int]:
@@ -268,7 +298,7 @@ CONTROL_WORDS = {
 def context(data: RunData) -> dict[str, Any]:
     """Everything the template names."""
     report, campaign = data.report, data.campaign
-    found = chart_set(report)
+    found = chart_set(data)
     shown, n_shown, n_flips = pick_flips(data.flips, FLIP_BYTES)
     names, rows = outcome_rows(report, data.scores)
     builds, common = provenance(report, campaign, data.diffs)
@@ -361,7 +391,9 @@ def context(data: RunData) -> dict[str, Any]:
         "maps": heat_maps(report, data.scores),
         "outcome_names": names,
         "outcome_rows": rows,
-        "order_table": order_table(report, data.scores, data.replays),
+        "order_chart": Markup(found.get("order", "")),
+        "order_table": order_table(order_shares(report, data.scores, data.replays)),
+        "arm_chart": Markup(found.get("arms", "")),
         "arm_table": arm_table(report, data.scores, data.replays),
         "flips": flip_groups(data, shown),
         "flips_note": "" if n_shown == n_flips else f"{n_shown:,} of {n_flips:,} probes fit here; flips.jsonl has all.",

@@ -11,7 +11,7 @@ from longrecall.results import charts
 from longrecall.results.flips import BASE, visible
 from longrecall.results.schema import Campaign, Report
 from longrecall.results.words import ROLE_WORDS, interval, p_text, short, signed
-from longrecall.runners.schema import Build, Replay
+from longrecall.runners.schema import Arm, Build, Replay
 
 DIFF_BYTES = 20_000
 
@@ -100,10 +100,15 @@ def outcome_rows(report: Report, scores: Sequence[Score]) -> tuple[list[str], li
     return names, rows
 
 
-def order_table(report: Report, scores: Sequence[Score], replays: Sequence[Replay]) -> Table:
+ORDER_HEADS = ("first fifth", "second", "third", "fourth", "last")
+
+
+def order_shares(
+    report: Report, scores: Sequence[Score], replays: Sequence[Replay]
+) -> dict[str, tuple[float | None, ...]]:
     """Recall of each build in the first, second, … fifth part of the requests it was sent."""
     place = {(r.build_id, r.conversation_id, r.probe_id, r.rung, r.arm, r.repeat): r.send_order for r in replays}
-    rows = []
+    shares = {}
     for build in report.builds:
         own = sorted(
             (place[key], score.outcome == "ok")
@@ -112,11 +117,38 @@ def order_table(report: Report, scores: Sequence[Score], replays: Sequence[Repla
             for key in [(score.build_id, score.conversation_id, score.probe_id, score.rung, score.arm, score.repeat)]
             if key in place
         )
-        if not own:
-            continue
-        parts = [own[len(own) * i // 5 : len(own) * (i + 1) // 5] for i in range(5)]
-        rows.append([build.build_id, *(charts.points(sum(ok for _, ok in p) / len(p)) if p else "–" for p in parts)])
-    return Table(["Build", "first fifth", "second", "third", "fourth", "last"], rows, frozenset(range(1, 6)))
+        if own:
+            parts = [own[len(own) * i // 5 : len(own) * (i + 1) // 5] for i in range(5)]
+            shares[build.build_id] = tuple(sum(ok for _, ok in p) / len(p) if p else None for p in parts)
+    return shares
+
+
+def order_table(shares: Mapping[str, Sequence[float | None]]) -> Table:
+    """The same as a table."""
+    rows = [[build, *map(charts.points, own)] for build, own in shares.items()]
+    return Table(["Build", *ORDER_HEADS], rows, frozenset(range(1, 6)))
+
+
+def arm_shares(report: Report, scores: Sequence[Score]) -> tuple[list[str], dict[str, tuple[float | None, ...]]]:
+    """Arms in the order of their definition, and each build's recall in them over the lengths that every arm has."""
+    held: dict[str, set[int]] = defaultdict(set)
+    for score in scores:
+        held[score.arm].add(score.rung)
+    arms = [arm for arm in get_args(Arm) if arm in held]
+    common = set.intersection(*held.values()) if held else set()
+    counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for score in scores:
+        if score.outcome not in MISSING and score.rung in common:
+            cell = counts[score.build_id, score.arm]
+            cell[0] += score.outcome == "ok"
+            cell[1] += 1
+    shares = {
+        build.build_id: tuple(
+            counts[build.build_id, arm][0] / n if (n := counts[build.build_id, arm][1]) else None for arm in arms
+        )
+        for build in report.builds
+    }
+    return arms, shares
 
 
 def arm_table(report: Report, scores: Sequence[Score], replays: Sequence[Replay] = ()) -> Table:

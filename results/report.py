@@ -171,7 +171,7 @@ def write_reports(run_dir: Path) -> Report:
     run_folder.write_scores(run_dir, run.scores)
     lines = (json.dumps(asdict(flip), ensure_ascii=True) for own in flips.values() for flip in own)
     run_folder.write_bytes(run_dir / run_folder.FLIPS, "".join(f"{line}\n" for line in lines).encode())
-    for name, svg in page.chart_set(report).items():
+    for name, svg in page.chart_set(data).items():
         run_folder.write_bytes(run_dir / run_folder.CHARTS / f"{anchor(name)}.svg", charts.standalone(svg).encode())
     run_folder.write_bytes(run_dir / run_folder.REPORT_MD, report_markdown(report, run.campaign).encode())
     run_folder.write_bytes(run_dir / run_folder.REPORT_HTML, page.report_html(data).encode())

@@ -91,3 +91,20 @@ def test_forest_shades_the_margin() -> None:
     assert 'class="zone"' in svg
     assert "margin ±10" in svg
     assert "−30.0" in svg
+
+
+def test_steps_show_every_build_at_every_place_that_was_measured() -> None:
+    series = [
+        charts.Steps(label="base", tone="base", shares=(0.9, 0.85, 0.9)),
+        charts.Steps(label="<cold>", tone="culprit", shares=(0.5, None, 0.1)),
+        charts.Steps(label="never asked", tone="quiet", shares=(None, None, None)),
+    ]
+    svg = charts.steps_chart(series, ("warm", "cold", "branched"), key="arms", title="By arm", axis="arm")
+    words = ["".join(e.itertext()) for e in ET.fromstring(svg).iter() if e.tag.endswith(("title", "text"))]
+    marks = [word for word in words if word.endswith(" %")]
+    assert marks == [
+        "base, warm: 90.0 %", "base, cold: 85.0 %", "base, branched: 90.0 %",
+        "<cold>, warm: 50.0 %", "<cold>, branched: 10.0 %",
+    ]  # fmt: skip
+    assert {"warm", "cold", "branched", "base", "<cold>"} <= set(words)
+    assert "never asked: – % warm" in svg

@@ -256,3 +256,23 @@ def test_page_stays_small_for_a_large_campaign(
     shown, n_shown, n_all = pick_flips(flips, 40_000)
     assert 0 < n_shown < n_all
     assert abs(len(shown["mhc-bf16"]) - len(shown["noop"])) <= 1
+
+
+def test_order_and_arms_are_charts_with_their_tables_behind(
+    run_dir: Path, tmp_path: Path, simulated: Callable[..., Any], run_writer: Callable[..., Path]
+) -> None:
+    html = (run_dir / run_folder.REPORT_HTML).read_text()
+    assert "Recall by order of sending, every build" in html and "Recall by order of sending as a table" in html
+    assert (run_dir / run_folder.CHARTS / "order.svg").read_text().count("first fifth: ") >= 2
+    assert "Recall by arm of the prefix cache" not in html  # one arm: nothing to compare
+    campaign = simulated(conversations=4, probes=2, losses={"base": (0, 0), "base-again": (0, 0), "worse": (0, 1.0)})
+    folder = run_writer(tmp_path / "run", campaign)
+    journal = folder / run_folder.REPLAYS
+    warm = [json.loads(line) for line in journal.read_text().splitlines()]
+    cold = [{**row, "arm": "cold", "send_order": row["send_order"] + 1000} for row in warm]
+    journal.write_text("".join(json.dumps(row) + "\n" for row in [*warm, *cold]))
+    write_reports(folder)
+    chart = (folder / run_folder.CHARTS / "arms.svg").read_text()
+    assert "worse, warm: " in chart and "worse, cold: " in chart
+    html = (folder / run_folder.REPORT_HTML).read_text()
+    assert "Recall by arm of the prefix cache, every build" in html
