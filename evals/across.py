@@ -102,6 +102,8 @@ def compare_runs(baseline: str, candidate: str, *, margin: float | None = None) 
 
 def _build(run: StoredRun, name: str | None) -> str:
     names = [b.build_id for b in run.builds]
+    if not names:
+        raise ScoresError(f"{run.path}: its campaign.json holds no builds, so there is nothing to compare")
     if name is None:
         base = [b.build_id for b in run.builds if b.role == "base"]
         if not base:

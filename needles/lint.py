@@ -194,6 +194,10 @@ class _Check:
 
     def _shape(self) -> None:
         conversation = self.conversation
+        if not conversation.rungs or not conversation.asks:
+            self.add("something-asked", None, "it has no rungs or asks nothing, so it measures nothing")
+        for rung in sorted({ask.rung for ask in conversation.asks} - set(conversation.rungs)):
+            self.add("something-asked", None, f"prompts of rung {rung}, which is none of {list(conversation.rungs)}")
         for (rung, probe_id), times in Counter((ask.rung, ask.probe_id) for ask in conversation.asks).items():
             if times > 1:
                 self.add("unique-asks", self.probes.get(probe_id), f"rung {rung} is asked {times} times")

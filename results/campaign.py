@@ -488,6 +488,7 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
         ValueError: something asked for cannot be used.
         RuntimeError: a server, the journal or the disk failed; what was answered is kept and the same command goes on.
     """
+    _check_writable(options.run_dir or options.runs_dir)
     stages = Stages()
     plan = make_plan(options, stages, watcher.note)
     run_dir, campaign = open_run(plan, watcher.note)
@@ -502,6 +503,17 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
     watcher.note("judging and writing the reports")
     report = write_reports(run_dir)
     return Outcome(run_dir=run_dir, report=report, gone=gone)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError, before anything is hashed or served, when a run folder cannot be made there."""
+    place = folder
+    while not place.exists() and place.parent != place:
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{folder}: the run folder cannot be made: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder}: the run folder cannot be made: {place} is not writable")
 
 
 def _write_inside(plan: Plan, run_dir: Path, campaign: Campaign) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
@@ -48,7 +48,9 @@ def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            raise fail(f"{error.filename}: {error.strerror}" if error.filename else error) from error
+        except ValueError as error:
             raise fail(error) from error
 
     return wrapped
@@ -288,7 +290,6 @@ def baseline(
     reason: Annotated[str | None, typer.Option(help="Why; kept in the history.")] = None,
 ) -> None:
     """Show or pin the run that the gate compares against."""
-    from longrecall.results.history import Setting
     from longrecall.results.storage import HistoryError
 
     history = open_history(store, rows)
@@ -298,12 +299,10 @@ def baseline(
             raise HistoryError(f"{store}: no baseline {name!r}; set one with: longrecall history baseline {name} ENTRY")
         typer.echo(json.dumps({"name": name, **log[-1].value, "reason": log[-1].reason, "changes": len(log)}))
         return
-    if not reason:
-        raise HistoryError("a baseline changes what passes: say why with --reason")
     stored = history.find(entry)
     value = {"entry": stored.id, "run_id": stored.entry.run_id, "build_id": stored.entry.build_id}
     value["commit"] = stored.entry.commit or ""
-    history.set(Setting(kind="baseline", name=name, value=value, reason=reason, created=_now(), author=_author()))
+    _decide(history, "baseline", name, value, reason)
     typer.echo(json.dumps({"name": name, **value}))
 
 
@@ -316,8 +315,6 @@ def thresholds(
     reason: Annotated[str | None, typer.Option(help="Why; kept in the history.")] = None,
 ) -> None:
     """Show or set the thresholds of gate and trend; every edit stays in the history."""
-    from longrecall.results.history import Setting
-    from longrecall.results.storage import HistoryError
     from longrecall.results.thresholds import current_thresholds, read_thresholds
 
     history = open_history(store, rows)
@@ -327,15 +324,22 @@ def thresholds(
         document["reason"] = log[-1].reason if log else "defaults"
         typer.echo(json.dumps(document))
         return
-    if not reason:
-        raise HistoryError("thresholds decide what passes: say why with --reason")
     value = asdict(read_thresholds(file))
-    history.set(Setting(kind="thresholds", name="all", value=value, reason=reason, created=_now(), author=_author()))
+    _decide(history, "thresholds", "all", value, reason)
     typer.echo(json.dumps(value))
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
+def _decide(
+    history: "History", kind: Literal["baseline", "thresholds"], name: str, value: dict[str, Any], reason: str | None
+) -> None:
+    """Append a decision to the history, with its reason, time and author."""
+    from longrecall.results.history import Setting
+    from longrecall.results.storage import HistoryError
+
+    if not reason:
+        raise HistoryError(f"{kind}: it decides what passes, so say why with --reason")
+    created = datetime.now(UTC).isoformat()
+    history.set(Setting(kind=kind, name=name, value=value, reason=reason, created=created, author=_author()))
 
 
 def _author() -> str:

@@ -134,3 +134,10 @@ def test_constant_answers_are_scored(tekken: Ruler) -> None:
     for conversation in make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=24, seed=0):
         baselines.add(conversation)
     assert baselines.last_value == 0 and baselines.answerable == 24
+
+
+def test_a_conversation_that_asks_nothing_or_off_its_rungs_is_reported(clean: list[Conversation]) -> None:
+    first, second = clean
+    assert rules([replace(first, rungs=(), asks=()), second]) == {"something-asked"}
+    assert rules([replace(first, rungs=()), second]) == {"something-asked"}
+    assert rules([replace(first, rungs=first.rungs[:1]), second]) == {"something-asked"}

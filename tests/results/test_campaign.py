@@ -515,3 +515,21 @@ def test_a_run_may_stop_once_the_evidence_has_decided(patchset: Path, model: Pat
     again = run([*argv, "--run-dir", line["run_dir"]])
     assert json.loads(again.stdout.splitlines()[-1])["verdicts"] == line["verdicts"]
     assert requests_seen(place) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "patchsets/reference.toml", "--recipe", "nosuch"], "nosuch"),
+        (["eval", "patchsets/reference.toml", "--runs-dir", "README.md/runs"], "README.md is not a folder"),
+        (["trace", "routed-scaling", "--sglang", "reference", "--quant", "fp8", "--all"], "--quant, --all cannot be"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_read(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("longrecall.results.campaign.find_model", lambda *given: pytest.fail("looked for the model"))
+    done = CliRunner().invoke(build_app(arguments), arguments)
+    assert done.exit_code == 2
+    assert "longrecall: error: " in done.output and message in done.output

@@ -203,6 +203,7 @@ def test_command_gates_the_newest_run(run_dir: Path, tmp_path: Path) -> None:
         (["--fail-on", "culprits"], "--fail-on 'culprits': it takes culprit, within-margin, inconclusive"),
         (["--runs-dir", "nowhere"], "no run folder in nowhere"),
         (["--baseline", "main"], "no baseline 'main'"),
+        (["--summary", "/no-such-folder/summary.md"], "/no-such-folder/summary.md: No such file or directory"),
     ],
 )
 def test_usage_errors_exit_2(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
