@@ -201,14 +201,14 @@ def test_its_tokenize_route_is_the_ruler_of_a_set(url: str, folder: Path) -> Non
     """`longrecall needles make --server`: lengths counted by the server, checked with the tokenizer it holds."""
     ruler = ServerRuler(f"{url}/v1")
     try:
-        made = list(make_conversations(recipe("single"), ruler=ruler, rungs=[500, 900], count=2, seed=3))
+        made = list(make_conversations(recipe("single"), ruler=ruler, rungs=[500, 900], count=1, seed=3))
     finally:
         ruler.close()
     counting = httpx.get(f"{url}/statistics", timeout=WAIT_S).json()["requests"]
     assert lint(made, ruler=Ruler.from_folder(folder)) == []
     asks = [(ask, messages_for(conversation, ask)) for conversation in made for ask in conversation.asks]
-    assert [ask.prompt_tokens for ask, _ in asks] == [500, 900] * 2
-    ask, messages = asks[0]
+    assert [ask.prompt_tokens for ask, _ in asks] == [500, 900]
+    _, messages = asks[0]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     reply = client.chat.completions.create(model="reference", messages=messages, max_tokens=1)
     assert reply.usage is not None and reply.usage.prompt_tokens == 500
