@@ -191,7 +191,7 @@ def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
 def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: Path, third_party: ModuleType) -> None:
     trees = {str(item.tree) for item in made(sglang_folder()).values()}
     done = third_party.campaign(
-        PATCHSET, tmp_path / "runs", 1140.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "8",
+        PATCHSET, tmp_path / "runs", 1140.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
         "--max-tokens", "8",
     )  # fmt: skip
     assert processes_of(trees) == []
