@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,24 +20,34 @@ from longrecall.evals.causes import CAUSES, FAMILIES, FEATURES, LEVELS, Cause, l
 from longrecall.evals.cells import Cells, Floats
 from longrecall.evals.compare import differences
 from longrecall.evals.paired import cluster_t
+from longrecall.evals.replies import Replies, observe_replies, same_under
 from longrecall.evals.schema import Attribution, CauseFit, NextArm, Observation
 from longrecall.evals.scores_file import ScoresError
 
 ARMS: dict[str, str] = {
     "topk-x2": "topk_recovers",
-    "scaling": "scaling_recovers",
+    "scaling-1": "scaling_recovers",
+    "scaling-sqrt": "scaling_recovers",
+    "scaling-squared": "scaling_recovers",
     "decode-backend": "decode_recovers",
     "cache-off": "cache_off_recovers",
     "concat": "concat_recovers",
     "chunk": "chunk_recovers",
 }
-"""Suffix of an intervention build → the feature it measures."""
+"""Suffix of an intervention build → the feature it measures.
+
+scaling-1 leaves no power of the factor in the model, whoever applies it and how often; √f undoes a factor applied
+twice in every layer, and f² one applied half as often as it should be."""
+REPAIRS = frozenset({"scaling-sqrt", "scaling-squared"})
+"""Arms that would make the patched build right, and hurt the base: held against the base as it is."""
 AGAIN = "again"
 """Suffix of a second run of a patched build."""
 CONTRADICTION = math.log(0.01)
 LEAST_BASE_RECALL = 0.05
 LEAST_LOSS = 0.02
 """A smaller loss leaves nothing to recover."""
+LEAST_KEPT = 0.5
+"""An intervention under which the base loses more than this of its recall cannot show that a patch's loss is gone."""
 CERTAIN = 0.95
 
 
@@ -46,8 +57,13 @@ def is_arm(build_id: str) -> bool:
     return bool(dash) and (suffix in ARMS or suffix == AGAIN)
 
 
-def observe(cells: Cells, baseline: str, patch: str, *, onset: int | None) -> list[Observation]:
-    """Everything the scores of one arm say of one patch; features without data are left out."""
+def observe(
+    cells: Cells, baseline: str, patch: str, *, onset: int | None, replies: Replies | None = None
+) -> list[Observation]:
+    """Everything the scores of one arm say of one patch; features without data are left out.
+
+    replies: the same rows, for what `cells` does not hold (equal texts, reuse, residues, order).
+    """
     part = differences(cells, baseline, patch)
     found = []
     sides: dict[str, tuple[list[int], Floats]] = {}
@@ -61,18 +77,57 @@ def observe(cells: Cells, baseline: str, patch: str, *, onset: int | None) -> li
     if len(sides) == 2:
         growth = sides["long"][1] - sides["short"][1]
         found.append(_observation(patch, "growth", growth, "share lost beyond the onset less share lost up to it"))
-    for suffix, feature in ARMS.items():
-        served = f"{patch}--{suffix}"
-        if served in cells.builds:
-            recovered = _recovered(cells, baseline, patch, suffix, onset)
-            if recovered is not None:
-                found.append(_observation(patch, feature, recovered, f"share of the loss that {suffix} takes away"))
+    found += _arms(cells, baseline, patch, onset, replies)
+    if replies is not None:
+        found += observe_replies(replies, baseline, patch)
     again = f"{patch}--{AGAIN}"
     if again in cells.builds:
         excess = _excess_flips(cells, baseline, patch, again)
         if excess is not None:
             found.append(_observation(patch, "unrepeatable", excess, "flips against itself beyond the base's own"))
     return [o for o in found if o is not None]
+
+
+def _arms(
+    cells: Cells, baseline: str, patch: str, onset: int | None, replies: Replies | None
+) -> list[Observation | None]:
+    """One observation for each intervention served; of several arms of one feature the one that helps most."""
+    best: dict[str, Observation] = {}
+    for suffix, feature in ARMS.items():
+        if f"{patch}--{suffix}" not in cells.builds:
+            continue
+        seen = _arm(cells, baseline, patch, suffix, onset, replies)
+        if seen is not None and (feature not in best or seen.estimate > best[feature].estimate):
+            best[feature] = seen
+    return list(best.values())
+
+
+def _arm(
+    cells: Cells, baseline: str, patch: str, suffix: str, onset: int | None, replies: Replies | None
+) -> Observation | None:
+    """What one intervention takes away of the loss: all of it where it makes the replies equal, else by recall."""
+    feature = ARMS[suffix]
+    twins = f"{baseline}--{suffix}" in cells.builds and suffix not in REPAIRS
+    same = same_under(replies, baseline, patch, suffix) if replies is not None and twins else None
+    if same is not None and (same[0] or suffix == "scaling-1"):
+        # at a factor of 1 the base itself recalls next to nothing, so that recall could not tell the two apart
+        return Observation(
+            patch=patch,
+            feature=feature,
+            estimate=float(same[0]),
+            stderr=0.02,
+            n=len(cells.conversations),
+            source="served",
+            detail=same[1],
+        )
+    if suffix == "scaling-1":
+        return None
+    recovered = _recovered(cells, baseline, patch, suffix, onset)
+    if recovered is None:
+        return None
+    made = _observation(patch, feature, recovered, f"share of the loss that {suffix} takes away")
+    # an intervention under which even more is lost takes nothing away
+    return None if made is None else replace(made, estimate=max(made.estimate, 0.0))
 
 
 def _lost_share(d: Floats, base: Floats, rows: list[int]) -> Floats | None:
@@ -88,7 +143,8 @@ def _lost_share(d: Floats, base: Floats, rows: list[int]) -> Floats | None:
 def _recovered(cells: Cells, baseline: str, patch: str, suffix: str, onset: int | None) -> Floats | None:
     """[U] share of the patch's loss that is gone under the intervention, over the rungs that both were asked."""
     plain = differences(cells, baseline, patch)
-    base_there = f"{baseline}--{suffix}" if f"{baseline}--{suffix}" in cells.builds else baseline
+    twin = f"{baseline}--{suffix}"
+    base_there = twin if twin in cells.builds and suffix not in REPAIRS else baseline
     there = differences(cells, base_there, f"{patch}--{suffix}")
     rows = [i for i in range(len(cells.rungs)) if np.isfinite(there.d[i]).any() and np.isfinite(plain.d[i]).any()]
     if suffix == "topk-x2" and onset is not None:  # only between the old and the new onset is the prediction sharp
@@ -96,10 +152,13 @@ def _recovered(cells: Cells, baseline: str, patch: str, suffix: str, onset: int 
         rows = inside or [i for i in rows if cells.rungs[i] > onset]
     if not rows:
         return None
+    asked = np.isfinite(there.d[rows]).all(axis=0)  # an arm may have been asked fewer conversations
     loss = -float(np.nanmean(plain.d[rows]))
-    if loss < LEAST_LOSS:
+    kept, level = np.nanmean(there.base[rows]), np.nanmean(plain.base[rows])
+    if loss < LEAST_LOSS or not kept >= LEAST_KEPT * level:
         return None
-    return np.asarray((there.d[rows].mean(axis=0) - plain.d[rows].mean(axis=0)) / loss)
+    gone = (there.d[rows].mean(axis=0) - plain.d[rows].mean(axis=0)) / loss
+    return np.asarray(np.where(asked, gone, np.nan))
 
 
 def observe_cache_arms(warm: Cells, cold: Cells, baseline: str, patch: str) -> Observation | None:
@@ -287,6 +346,7 @@ def attribute(
     patch: str,
     *,
     onset: int | None,
+    replies: Replies | None = None,
     more: Sequence[Observation] = (),
     without: Iterable[str] = (),
     unavailable: Iterable[str] = (),
@@ -297,7 +357,7 @@ def attribute(
     scores, because `more` has them better. unavailable: features that cannot be measured next.
     """
     skip = set(without)
-    own = [o for o in observe(cells, baseline, patch, onset=onset) if o.feature not in skip]
+    own = [o for o in observe(cells, baseline, patch, onset=onset, replies=replies) if o.feature not in skip]
     observations = [*own, *(o for o in more if o.patch == patch)]
     fits = fit_causes(observations)
     share = length_dependent_share(cells, baseline, patch, onset=onset)
@@ -330,9 +390,7 @@ def _sentence(
             o = seen[side]
             told.append(f"{100 * o.estimate:.0f} % ± {196 * o.stderr:.0f} of recall is lost {where}")
     said = f"{patch}: {' and '.join(told)}"
-    if share is not None:
-        said += f"; {share[0]:.0%} [{share[1]:.0%}, {share[2]:.0%}] of the loss needs the longer context"
-        said += ", as index keys do, the rest is lost at every length, as routed scaling does"
+    said += f"; {_split(seen, share)}"
     if max(o.estimate + 2 * o.stderr for o in seen.values() if o.feature in ("short", "long")) < 0.05:
         return said + "; no loss to explain"
     families = family_probabilities(fits)
@@ -345,3 +403,20 @@ def _sentence(
     if arm is not None:
         said += f"; next: {arm.how}"
     return said
+
+
+def _split(seen: dict[str, Observation], share: tuple[float, float, float] | None) -> str:
+    """How much of the loss (fp8) index keys can explain against routed scaling, from the two sides of the onset."""
+    if share is not None:
+        keys = f"{share[0]:.0%} [{share[1]:.0%}, {share[2]:.0%}]"
+        scaling = f"{1 - share[0]:.0%} [{1 - share[2]:.0%}, {1 - share[1]:.0%}]"
+        return (
+            f"of that loss at most {keys} is fp8 index keys' (lost beyond the onset only), "
+            f"{scaling} routed scaling's (lost at every length)"
+        )
+    if "growth" in seen:
+        low, high = (100 * (seen["growth"].estimate + s * 1.96 * seen["growth"].stderr) for s in (-1, 1))
+        return (
+            f"fp8 index keys (lost beyond the onset only) explain {max(low, 0):.0f} to {max(high, 0):.0f} % of recall"
+        )
+    return "without rungs on both sides of the onset, fp8 index keys and routed scaling cannot be told apart"

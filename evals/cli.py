@@ -159,7 +159,10 @@ def attribute(
     run: Annotated[list[Path], typer.Argument(help="Run folder; later ones add arms served afterwards.")],
     patch: Annotated[str | None, typer.Option(help="One patch; all that lose recall when left out.")] = None,
     evidence: Annotated[list[Path] | None, typer.Option(help="In-process observations (JSON); repeatable.")] = None,
-    serve_next: Annotated[bool, typer.Option("--next", help="Serve the next arm now.")] = False,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Measure the patches' own code first (reference build).")
+    ] = False,
+    serve_next: Annotated[bool, typer.Option("--next", help="Measure or serve the next arm now.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --next: write its patchset only.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -174,6 +177,9 @@ def attribute(
 
     try:
         found = attribute_runs(run, patch=patch, evidence=evidence or [])
+        if in_process:
+            _gather(run[0], [a.patch for a in found])
+            found = attribute_runs(run, patch=patch, evidence=evidence or [])
     except ScoresError as error:
         _fail(error)
     if as_json:
@@ -186,7 +192,7 @@ def attribute(
                 "no patch loses recall in this run: nothing to attribute (name one with --patch to see it anyway)"
             )
     if serve_next:
-        _serve_next(run[-1], found, dry_run=dry_run)
+        _serve_next(run, found, dry_run=dry_run, evidence=evidence or [])
 
 
 def _print_causes(found: "Attribution") -> None:
@@ -205,35 +211,90 @@ def _print_causes(found: "Attribution") -> None:
     typer.echo(found.sentence)
 
 
-def _serve_next(run: Path, found: "Sequence[Attribution]", *, dry_run: bool) -> None:
-    """Write the patchset of the first open attribution's next arm, and serve it as a campaign of its own."""
+def _serve_next(runs: list[Path], found: "Sequence[Attribution]", *, dry_run: bool, evidence: list[Path]) -> None:
+    """Write the patchset of the first open attribution's next arm, serve it as a campaign, and attribute again."""
     import subprocess
 
-    from longrecall.evals.next_arm import write_next_patchset
+    from longrecall.evals.next_arm import IN_PROCESS, write_next_patchset
     from longrecall.evals.scores_file import ScoresError
 
     wanted = next((a for a in found if a.next_arm is not None), None)
     if wanted is None or wanted.next_arm is None:
         typer.echo("nothing is left to separate: no further arm")
         return
-    path = run / f"next-{wanted.patch}-{wanted.next_arm.feature}.toml"
+    typer.echo(f"next arm: {wanted.next_arm.question}")
+    if wanted.next_arm.feature in IN_PROCESS:
+        if not dry_run:
+            _gather(runs[0], [wanted.patch])
+            _attribute_again(runs, wanted.patch, evidence)
+        return
+    path = runs[0] / f"next-{wanted.patch}-{wanted.next_arm.feature}.toml"
     try:
-        write_next_patchset(run, wanted.patch, wanted.next_arm, path)
-        rungs, conversations = _campaign_shape(run)
+        write_next_patchset(runs[0], wanted.patch, wanted.next_arm, path)
+        command = [
+            "-m",
+            "longrecall.results.main",
+            "eval",
+            str(path),
+            *_same_questions(runs[0], wanted.next_arm.feature),
+        ]
     except ScoresError as error:
         _fail(error)
-    command = ["-m", "longrecall.results.main", "eval", str(path), "--rungs", rungs, "--conversations", conversations]
-    typer.echo(f"next arm: {wanted.next_arm.question}")
     typer.echo(f"longrecall {' '.join(command[2:])}")
-    if not dry_run:
-        raise typer.Exit(subprocess.run([sys.executable, *command], check=False).returncode)
+    if dry_run:
+        return
+    done = subprocess.run([sys.executable, *command], check=False, stdout=subprocess.PIPE, text=True)
+    try:
+        served = Path(json.loads(done.stdout.strip().splitlines()[-1])["run_dir"])
+    except (IndexError, KeyError, ValueError):
+        raise typer.Exit(done.returncode or 3) from None
+    _attribute_again([*runs, served], wanted.patch, evidence)
 
 
-def _campaign_shape(run: Path) -> tuple[str, str]:
+def _attribute_again(runs: list[Path], patch: str, evidence: list[Path]) -> None:
+    """Print what is known now, and the command that goes on."""
+    from longrecall.evals.explain import attribute_runs
+    from longrecall.evals.scores_file import ScoresError
+
+    try:
+        for attribution in attribute_runs(runs, patch=patch, evidence=evidence):
+            _print_causes(attribution)
+    except ScoresError as error:
+        _fail(error)
+    typer.echo(f"longrecall attribute {' '.join(map(str, runs))} --patch {patch} --next")
+
+
+def _gather(run: Path, patches: "Sequence[str]") -> None:
+    """Measure patches in-process; the files stay in the run folder, where attribution and report find them."""
+    from longrecall.results.in_process import gather_evidence
+
+    try:
+        gather_evidence(run, patches, lambda text: typer.echo(text, err=True))
+    except (ValueError, RuntimeError) as error:
+        _fail(error)
+
+
+ARM_CONVERSATIONS = 8
+"""Conversations of an arm: equal replies are seen on a handful, and the loss itself is known already."""
+
+
+def _same_questions(run: Path, feature: str) -> list[str]:
+    """Arguments of `eval` that ask the run's own questions again (of fewer conversations, where the run has many)."""
+    from longrecall.evals.next_arm import next_rungs
+    from longrecall.evals.scores_file import ScoresError
     from longrecall.evals.stored_run import load_run
 
     stored = load_run(run)
-    return ",".join(map(str, stored.rungs)), str(len(stored.order))
+    try:
+        campaign = json.loads((run / "campaign.json").read_bytes())
+        recipe, seed, folder = campaign["recipe"], campaign["seed"], run.parent
+    except (OSError, ValueError, KeyError) as error:
+        raise ScoresError(f"{run / 'campaign.json'}: {error} is missing") from None
+    return [
+        "--rungs", ",".join(map(str, next_rungs(feature, stored.rungs))),
+        "--conversations", str(min(len(stored.order), ARM_CONVERSATIONS)),
+        "--recipe", str(recipe), "--seed", str(seed), "--runs-dir", str(folder),
+    ]  # fmt: skip
 
 
 design_app = typer.Typer(
@@ -313,15 +374,27 @@ def calibrate(
     seed: Annotated[int, typer.Option()] = 0,
     only: Annotated[list[str] | None, typer.Option(help="type1, exonerate, power, campaign, attribution.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Serve known faults instead of simulating.")] = False,
+    faults: Annotated[int, typer.Option(min=1, help="With --reference: faults drawn from the catalogue.")] = 20,
+    folder: Annotated[Path, typer.Option(help="With --reference: where it is kept, and goes on.")] = Path(
+        "results/runs/calibration-reference"
+    ),
+    servers_at_once: Annotated[int | None, typer.Option(min=1, help="With --reference: builds up at a time.")] = None,
 ) -> None:
     """Measure the error rates of the verdicts by simulation, beside those of tests that are not used and why.
 
     longrecall calibrate --reps 200 --only type1 --only exonerate
+    longrecall calibrate --reference --faults 20
+
+    With --reference known faults are put into the reference build as real diffs, served, judged and attributed.
 
     Exits 3 when a rate is above its bar by more than its own sampling error.
     """
     from longrecall.evals.calibration import TABLES, run_calibration
 
+    if reference:
+        _calibrate_reference(folder, faults, seed, servers_at_once, as_json=as_json)
+        return
     wanted = list(only) if only else list(TABLES)
     unknown = sorted(set(wanted) - set(TABLES))
     if unknown:
@@ -332,6 +405,28 @@ def calibrate(
     else:
         _print_rows([asdict(row) for row in rows])
     if any(row.verdict == "above the bar" for row in rows):
+        raise typer.Exit(3)
+
+
+def _calibrate_reference(folder: Path, faults: int, seed: int, servers_at_once: int | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from longrecall.results.calibrate_reference import ReferenceOptions, calibrate_reference, report_lines
+    from longrecall.results.progress import Progress
+
+    options = ReferenceOptions(folder=folder, faults=faults, seed=seed, servers_at_once=servers_at_once)
+    try:
+        result = calibrate_reference(options, Progress(Console(stderr=True), quiet=False))
+    except ValueError as error:
+        _fail(error)
+    except (RuntimeError, OSError) as error:
+        typer.echo(f"longrecall: error: {error}", err=True)
+        raise typer.Exit(3) from None
+    if as_json:
+        typer.echo(json.dumps(asdict(result), separators=(",", ":"), allow_nan=False))
+    else:
+        typer.echo("\n".join(report_lines(result)))
+    if not result.within_bars():
         raise typer.Exit(3)
 
 

@@ -1,8 +1,16 @@
-"""Attribution of stored runs: which patches lose recall, and why, over one or several run folders."""
+"""Attribution of stored runs: which patches lose recall, and why, over one or several run folders.
+
+Arms served afterwards answer the same conversations (or some of them). Where their base answers as the first run's
+did, their replies are read as if the arms had been builds of the first run; otherwise each run is read by itself.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from longrecall.evals.attribute import (
     attribute,
@@ -13,6 +21,7 @@ from longrecall.evals.attribute import (
 )
 from longrecall.evals.cells import Cells, make_cells
 from longrecall.evals.next_arm import unavailable
+from longrecall.evals.replies import REPEATABLE, Replies, replies_of
 from longrecall.evals.schema import Attribution, Observation
 from longrecall.evals.scores_file import ScoresError
 from longrecall.evals.stored_run import StoredRun, load_run
@@ -30,32 +39,64 @@ def attribute_runs(
     if not runs:
         raise ScoresError("attribution needs at least one run folder")
     first = runs[0]
-    more = [o for path in evidence for o in load_observations(path)]
-    known = [b.build_id for b in first.builds if b.role not in ("base", "aa") and not is_arm(b.build_id)]
+    known = suspects_of(first)
     if patch is not None and patch not in known:
         raise ScoresError(f"{first.path} has no patch {patch!r}; it has {', '.join(known)}")
-    base = _base(first)
-    judgement = judge(
-        first.scores, first.builds, rungs=first.rungs, config=first.config, order=first.order, secondary=False
-    )
+    wanted = [patch] if patch is not None else losing_patches(first)
+    return attribute_patches(runs, wanted, evidence=evidence)
+
+
+def suspects_of(run: StoredRun) -> list[str]:
+    """The patches of a run, controls among them, without the interventions of attribution."""
+    return [b.build_id for b in run.builds if b.role not in ("base", "aa") and not is_arm(b.build_id)]
+
+
+def losing_patches(run: StoredRun) -> list[str]:
+    """The patches shown to lose recall, largest loss first."""
+    judgement = judge(run.scores, run.builds, rungs=run.rungs, config=run.config, order=run.order, secondary=False)
     losing = {
         c.candidate: c.delta_recall
         for c in sorted(judgement.comparisons, key=lambda c: -(c.delta_recall or 0.0))
-        if c.p_loss_holm is not None and c.p_loss_holm <= first.config.alpha and c.delta_recall is not None
+        if c.p_loss_holm is not None and c.p_loss_holm <= run.config.alpha and c.delta_recall is not None
     }
-    wanted = [patch] if patch is not None else sorted((p for p in losing if p in known), key=lambda p: losing[p])
-    cells = _cells(first)
+    return sorted((p for p in losing if p in suspects_of(run)), key=lambda p: losing[p])
+
+
+def attribute_patches(
+    runs: Sequence[StoredRun],
+    patches: Iterable[str],
+    *,
+    evidence: Sequence[Path] = (),
+    in_process: bool = True,
+    not_next: Iterable[str] = (),
+) -> tuple[Attribution, ...]:
+    """Attributions of the named patches of the first run, in the order given.
+
+    in_process: also read the evidence kept in the first run's folder. not_next: features not to be named as the next
+    arm, beside those that the engine cannot give.
+    """
+    first, apart = runs[0], []
+    for run in runs[1:]:
+        joined = joined_runs(first, run)
+        if joined is None:
+            apart.append(run)
+        else:
+            first = joined
+    # measured in-process: see results/in_process.py
+    kept = sorted(first.path.glob("evidence-*.json")) if in_process else []
+    more = [o for path in (*kept, *evidence) for o in load_observations(path)]
+    base, cells, replies = _base(first), _cells(first), _replies(first)
     cold = _cells(first, "cold") if {"warm", "cold"} <= set(first.scores["arm"].unique().to_pylist()) else None
-    out_of_reach = unavailable(_engine(first.path))
+    out_of_reach = unavailable(_engine(first.path)) | set(not_next)
     made = []
-    for name in wanted:
+    for name in patches:
         extra = [o for o in more if o.patch == name]
-        for run in runs[1:]:
+        for run in apart:
             if name in [b.build_id for b in run.builds]:
-                extra += observe(_cells(run), _base(run), name, onset=run.onset_tokens)
+                extra += observe(_cells(run), _base(run), name, onset=run.onset_tokens, replies=_replies(run))
         if cold is not None and (reuse := observe_cache_arms(cells, cold, base, name)) is not None:
             extra.append(reuse)
-        own = {o.feature: o for o in observe(cells, base, name, onset=first.onset_tokens)}
+        own = {o.feature: o for o in observe(cells, base, name, onset=first.onset_tokens, replies=replies)}
         better = _most_exact([o for o in extra if o.feature not in own or o.stderr < own[o.feature].stderr])
         replaced = {o.feature for o in better}
         made.append(
@@ -64,12 +105,36 @@ def attribute_runs(
                 base,
                 name,
                 onset=first.onset_tokens,
+                replies=replies,
                 more=better,
                 without=tuple(replaced & set(own)),
                 unavailable=out_of_reach,
             )
         )
     return tuple(made)
+
+
+def joined_runs(first: StoredRun, later: StoredRun) -> StoredRun | None:
+    """The first run with the later one's new builds; None where the two did not ask the same of the same base."""
+    if not (set(later.order) <= set(first.order) and set(later.rungs) <= set(first.rungs)):
+        return None
+    known = {b.build_id for b in first.builds}
+    new = [b for b in later.builds if b.build_id not in known and b.role not in ("base", "aa")]
+    mine, theirs = _replies(first).of(_base(first)), _replies(later).of(_base(later))
+    pairs = [(mine[k].text, theirs[k].text) for k in mine.keys() & theirs.keys()]
+    equal = [a == b for a, b in pairs if a is not None and b is not None]
+    if not new or not equal or sum(equal) < REPEATABLE * len(equal):
+        return None
+    rows = later.scores.filter(pc.is_in(later.scores["build_id"], pa.array([b.build_id for b in new])))
+    name = first.scores["run_id"][0].as_py() if first.scores.num_rows else first.run_id
+    place = rows.column_names.index("run_id")
+    rows = rows.set_column(place, "run_id", pa.array([name] * rows.num_rows, type=pa.string()))
+    scores = pa.concat_tables([first.scores, rows.select(first.scores.column_names).cast(first.scores.schema)])
+    return replace(first, builds=(*first.builds, *new), scores=scores)
+
+
+def _replies(run: StoredRun) -> Replies:
+    return replies_of(run.scores, _cells(run).arm)
 
 
 def _cells(run: StoredRun, arm: str | None = None) -> Cells:

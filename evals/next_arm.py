@@ -1,102 +1,204 @@
 """The next arm as a patchset that `longrecall eval` can serve: base and patch, each under one intervention."""
 
 import json
+import math
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longrecall.evals.attribute import AGAIN, ARMS
+from longrecall.evals.attribute import AGAIN, ARMS, REPAIRS
 from longrecall.evals.schema import NextArm
 from longrecall.evals.scores_file import ScoresError
 
-ARM_ARGS: dict[str, dict[str, tuple[str, ...]]] = {
+RESIDUES = 4
+"""Neighbouring prompt lengths of the residue arm: every residue modulo 4, and as many places in a page or chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSettings:
+    """What is set to serve a build under one intervention; values in braces are filled in by `_values`."""
+
+    args: tuple[str, ...] = ()
+    override: tuple[tuple[str, str], ...] = ()
+    """Keys of the model's configuration and their values, as JSON."""
+    changes: tuple[str, ...] = ()
+
+
+_REFERENCE_FACTOR = ("--json-model-override-args", '{{"routed_scaling_factor": {factor}}}')
+ARM_SETTINGS: dict[str, dict[str, ArmSettings]] = {
     "reference": {
-        "topk-x2": ("--index-topk", "{topk_x2}"),
-        "cache-off": ("--disable-radix-cache",),
-        "chunk": ("--chunked-prefill-size", "256"),
+        "topk-x2": ArmSettings(args=("--index-topk", "{topk_all}"), changes=("index_topk",)),
+        "scaling-1": ArmSettings(args=_REFERENCE_FACTOR, changes=("routed_scaling_factor",)),
+        "scaling-sqrt": ArmSettings(args=_REFERENCE_FACTOR, changes=("routed_scaling_factor",)),
+        "scaling-squared": ArmSettings(args=_REFERENCE_FACTOR, changes=("routed_scaling_factor",)),
+        "decode-backend": ArmSettings(args=("--decode-backend", "dense")),
+        "cache-off": ArmSettings(args=("--disable-radix-cache",)),
+        "chunk": ArmSettings(args=("--chunked-prefill-size", "32768")),
     },
     "sglang": {
-        "topk-x2": ("--json-model-override-args", '{{"index_topk": {topk_x2}}}'),
-        "cache-off": ("--disable-radix-cache",),
-        "chunk": ("--chunked-prefill-size", "2048"),
+        "topk-x2": ArmSettings(override=(("index_topk", "{topk_x2}"),), changes=("index_topk",)),
+        "scaling-1": ArmSettings(override=(("routed_scaling_factor", "{factor}"),)),
+        "scaling-sqrt": ArmSettings(override=(("routed_scaling_factor", "{factor}"),)),
+        "scaling-squared": ArmSettings(override=(("routed_scaling_factor", "{factor}"),)),
+        "decode-backend": ArmSettings(
+            args=("--dsa-decode-backend", "flashmla_sparse"), changes=("dsa_decode_backend",)
+        ),
+        "cache-off": ArmSettings(args=("--disable-radix-cache",)),
+        "chunk": ArmSettings(args=("--chunked-prefill-size", "32768")),
     },
 }
-"""Launch arguments of each intervention, by engine. Arms that are missing cannot be served by flags alone."""
+"""Arms that are missing cannot be served by flags alone. The reference build's indexer takes any k, so its doubling is
+repeated until selection is the identity at every rung; SGLang's kernels are compiled for 512, 1024 and 2048."""
+
+
+IN_PROCESS = frozenset(
+    {"indexer_topk_changed", "selection_chance", "decode_kl", "scale_exponent", "mhc_shift", "kv_shift"}
+)
+"""Features measured on the builds' own code without a server, all at once; here for the reference build."""
 
 
 def unavailable(engine: str) -> set[str]:
     """Features that this engine's command line cannot give; they can still be supplied as observations."""
-    given = {ARMS[arm] for arm in ARM_ARGS.get(engine, {})}
-    return (set(ARMS.values()) - given) | {
-        "residue",
-        "indexer_topk_changed",
-        "selection_chance",
-        "experts_changed",
-        "decode_kl",
-    }
+    given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
+    return (set(ARMS.values()) - given) | (set() if engine == "reference" else IN_PROCESS) | {"experts_changed"}
+
+
+def suffixes_of(feature: str, engine: str) -> tuple[str, ...]:
+    """The arms of a feature that this engine can be served under."""
+    if feature == "unrepeatable":
+        return (AGAIN,)
+    return tuple(s for s, f in ARMS.items() if f == feature and s in ARM_SETTINGS.get(engine, {}))
 
 
 def write_next_patchset(run: Path, patch: str, arm: NextArm, path: Path) -> None:
-    """Write the patchset of one arm, with the run's own base, patch and positive control.
+    """Write the patchset of one arm.
 
     Raises ScoresError when the run does not know the patch or the engine has no flag for the arm.
     """
-    campaign = run / "campaign.json"
-    try:
-        patchset: dict[str, Any] = json.loads(campaign.read_bytes())["patchset"]
-        patches = {p["patch_id"]: p for p in patchset["patches"]}
-        folder = Path(patchset["path"]).parent
-        engine, onset = patchset["engine"], json.loads(campaign.read_bytes()).get("onset_tokens")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ScoresError(f"{campaign}: no patchset in it ({error})") from None
-    if patch not in patches:
-        raise ScoresError(f"{campaign}: no patch {patch!r}; it has {', '.join(patches)}")
-    suffix = next((s for s, feature in ARMS.items() if feature == arm.feature), AGAIN)
-    if suffix == AGAIN and arm.feature != "unrepeatable":
+    if arm.feature == "residue":  # the same builds at neighbouring lengths: see `next_rungs`
+        write_arms(run, [(patch, "")], path, name="residue", comment=arm.question)
+        return
+    campaign = _campaign(run)
+    engine = campaign["patchset"]["engine"]
+    suffixes = suffixes_of(arm.feature, engine)
+    if _factor(campaign) is None:
+        suffixes = tuple(s for s in suffixes if s not in REPAIRS)
+    if not suffixes:
+        if arm.feature in ARMS.values():
+            raise ScoresError(f"engine {engine!r} has no flag for it: {arm.how}")
         raise ScoresError(f"{arm.feature} is measured in-process or by hand: {arm.how}")
-    template = ARM_ARGS.get(engine, {}).get(suffix, ()) if suffix != AGAIN else ()
-    if suffix != AGAIN and not template:
-        raise ScoresError(f"engine {engine!r} has no flag for {suffix}: {arm.how}")
-    if "topk" in suffix and not onset:
-        raise ScoresError(f"{campaign}: onset_tokens is not known, so index_topk cannot be doubled")
-    args = tuple(a.format(topk_x2=2 * int(onset or 0)) for a in template)
+    wanted = [(patch, suffix) for suffix in suffixes]
+    wanted += [("base", suffix) for suffix in suffixes if suffix != AGAIN and suffix not in REPAIRS]
+    write_arms(run, wanted, path, name=suffixes[0], comment=arm.question)
 
-    def entry(patch_id: str, source: dict[str, Any] | None, extra: tuple[str, ...], title: str) -> list[str]:
-        made = ["", "[[patch]]", f"id = {json.dumps(patch_id)}", f"title = {json.dumps(title)}"]
-        if source is not None:
-            if source.get("role", "suspect") != "suspect" and not extra:
-                made.append(f"role = {json.dumps(source['role'])}")
-            diffs = [os.path.relpath(folder / d, path.parent) for d in source.get("diffs", ())]
-            if diffs:
-                made.append(f"diffs = {json.dumps(diffs)}")
-            if source.get("env"):
-                pairs = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in source["env"].items())
-                made.append(f"env = {{ {pairs} }}")
-        arguments = [*(source.get("args", ()) if source else ()), *extra]
-        if arguments:
-            made.append(f"args = {json.dumps(arguments)}")
-        if source is not None and source.get("changes"):
-            made.append(f"changes = {json.dumps(list(source['changes']))}")
-        return made
 
+def next_rungs(feature: str, rungs: Sequence[int]) -> tuple[int, ...]:
+    """The rungs an arm is asked at: those of the run, or neighbouring lengths at its longest."""
+    return tuple(rungs[-1] - i for i in reversed(range(RESIDUES))) if feature == "residue" else tuple(rungs)
+
+
+def write_arms(run: Path, wanted: Sequence[tuple[str, str]], path: Path, *, name: str, comment: str) -> None:
+    """Write a patchset of (patch or "base", arm) pairs of a stored run; the arm "" is the patch as it is.
+
+    The patches themselves are not served again: their answers to the same questions are in the run.
+    """
+    campaign = _campaign(run)
+    patchset: dict[str, Any] = campaign["patchset"]
+    patches = {p["patch_id"]: p for p in patchset["patches"]}
+    engine, onset, rungs = patchset["engine"], campaign.get("onset_tokens"), campaign["rungs"]
+    folder = Path(patchset["path"]).parent
+    title = f"{patchset['name']}-{name}"[:100]
     lines = [
-        f"# {arm.question}",
-        f"name = {json.dumps(str(patchset['name']) + '-' + suffix)}",
+        f"# {comment}",
+        f"name = {json.dumps(title)}",
         f"engine = {json.dumps(engine)}",
     ]
-    if patchset.get("margin") is not None:
-        lines.append(f"margin = {patchset['margin']}")
+    for key in ("source", "python", "margin"):
+        if patchset.get(key) is not None:
+            lines.append(f"{key} = {json.dumps(patchset[key])}")
     if onset:
         lines.append(f"onset_tokens = {onset}")
     if patchset.get("args"):
         lines.append(f"args = {json.dumps(list(patchset['args']))}")
-    if patchset.get("env"):
-        pairs = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in patchset["env"].items())
-        lines.append(f"env = {{ {pairs} }}")
-    lines += entry(patch, patches[patch], (), patches[patch].get("title", ""))
-    lines += entry(f"{patch}--{suffix}", patches[patch], args, f"{patch} under {suffix}")
-    if suffix != AGAIN:
-        lines += entry(f"base--{suffix}", None, args, f"base under {suffix}")
+    lines += _table_line("env", patchset.get("env") or {}) + _table_line(
+        "model_override", patchset.get("model_override") or {}
+    )
+    for patch_id, suffix in wanted:
+        if patch_id != "base" and patch_id not in patches:
+            raise ScoresError(f"{run / 'campaign.json'}: no patch {patch_id!r}; it has {', '.join(patches)}")
+        settings = ArmSettings() if suffix in ("", AGAIN) else ARM_SETTINGS[engine][suffix]
+        values = _values(run, campaign, suffix, onset, rungs)
+        source: dict[str, Any] = {} if patch_id == "base" else patches[patch_id]
+        build_id = f"{patch_id}--{suffix}" if suffix else patch_id
+        lines += ["", "[[patch]]", f"id = {json.dumps(build_id)}"]
+        lines.append(f"title = {json.dumps(f'{patch_id} under {suffix}' if suffix else source.get('title', ''))}")
+        diffs = [os.path.relpath(folder / d, path.parent) for d in source.get("diffs") or ()]
+        if diffs:
+            lines.append(f"diffs = {json.dumps(diffs)}")
+        args = [*(source.get("args") or ()), *(a.format(**values) for a in settings.args)]
+        if args:
+            lines.append(f"args = {json.dumps(args)}")
+        lines += _table_line("env", source.get("env") or {})
+        override = dict(source.get("model_override") or {})
+        override |= {key: json.loads(value.format(**values)) for key, value in settings.override}
+        lines += _table_line("model_override", override)
+        for key in ("build_command", "source_patcher"):
+            if source.get(key):
+                value = source[key]
+                lines.append(f"{key} = {json.dumps(list(value) if not isinstance(value, str) else value)}")
+        changes = [*(source.get("changes") or ()), *settings.changes]
+        if changes:
+            lines.append(f"changes = {json.dumps(sorted(set(changes)))}")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def _campaign(run: Path) -> dict[str, Any]:
+    path = run / "campaign.json"
+    try:
+        campaign: dict[str, Any] = json.loads(path.read_bytes())
+        campaign["patchset"]["engine"], campaign["patchset"]["patches"], campaign["patchset"]["path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ScoresError(f"{path}: no patchset in it ({error})") from None
+    return campaign
+
+
+def _values(
+    run: Path, campaign: dict[str, Any], suffix: str, onset: int | None, rungs: Sequence[int]
+) -> dict[str, float | int]:
+    """What the settings of an arm name in braces."""
+    if suffix == "topk-x2":
+        if not onset:
+            raise ScoresError(f"{run / 'campaign.json'}: onset_tokens is not known, so index_topk cannot be doubled")
+        room = max(rungs) + int(campaign.get("max_tokens") or 0)
+        return {"topk_x2": 2 * onset, "topk_all": onset * 2 ** max(1, math.ceil(math.log2(room / onset)))}
+    if suffix == "scaling-1":
+        return {"factor": 1.0}
+    if suffix in REPAIRS:
+        factor = _factor(campaign)
+        if factor is None:
+            raise ScoresError(f"{run / 'campaign.json'}: no server told its routed_scaling_factor, needed for {suffix}")
+        return {"factor": round(math.sqrt(factor) if suffix == "scaling-sqrt" else factor**2, 6)}
+    return {}
+
+
+def _factor(campaign: dict[str, Any]) -> float | None:
+    """The model's routed scaling factor, as the patchset sets it or as the base's server tells it."""
+    told: list[Any] = [campaign["patchset"].get("model_override") or {}]
+    told += [(b.get("manifest") or {}).get("server_info") or {} for b in campaign.get("builds", ())[:1]]
+    while told:
+        table = told.pop()
+        if isinstance(table, dict):
+            value = table.get("routed_scaling_factor")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+            told += table.values()
+    return None
+
+
+def _table_line(key: str, table: dict[str, Any]) -> list[str]:
+    pairs = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in table.items())
+    return [f"{key} = {{ {pairs} }}"] if pairs else []

@@ -51,6 +51,10 @@ class Score:
     distance_turns: int | None = None
     context_tokens: int | None = None
     cached_tokens: int | None = None
+    send_order: int | None = None
+    """Place in the order in which the run sent its requests, over all builds."""
+    reply_hash: str | None = None
+    """12 hex digits of sha256 over the reply's text: two builds that compute the same give the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,5 +296,3 @@ class Judgement:
     length_fits: tuple[LengthFit, ...] = ()
     logprob_shifts: tuple[LogprobShift, ...] = ()
     flips: tuple[Flips, ...] = ()
-    attributions: tuple[Attribution, ...] = ()
-    """Of the patches that lose recall, where the onset of top-k selection is known."""

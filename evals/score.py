@@ -1,5 +1,6 @@
 """Replay → Score: the outcome of one reply, with where its fact stood."""
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -58,6 +59,10 @@ def score_replay(
         distance_turns=ask.distance_turns,
         context_tokens=response.prompt_tokens if response.prompt_tokens is not None else ask.prompt_tokens,
         cached_tokens=response.cached_tokens,
+        send_order=replay.send_order,
+        reply_hash=None
+        if response.text is None
+        else hashlib.sha256(response.text.encode("utf-8", "surrogatepass")).hexdigest()[:12],
     )
 
 

@@ -39,6 +39,8 @@ _TYPES: dict[str, pa.DataType] = {
     "distance_turns": pa.int64(),
     "context_tokens": pa.int64(),
     "cached_tokens": pa.int64(),
+    "send_order": pa.int64(),
+    "reply_hash": pa.string(),
 }
 SCORES_SCHEMA = pa.schema(list(_TYPES.items()))
 

@@ -179,5 +179,7 @@ def scores_of(
             "distance_turns": none_int,
             "context_tokens": none_int,
             "cached_tokens": none_int,
+            "send_order": none_int,
+            "reply_hash": none_text,
         }
     )

@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
-from longrecall.evals.attribute import attribute, is_arm
 from longrecall.evals.cells import OUTCOMES, Cells, Ints, make_cells
 from longrecall.evals.compare import comparisons, differences, weigh
 from longrecall.evals.controls import aa_control, campaign_blocker, negative_control, positive_control
@@ -60,15 +59,13 @@ def judge(
     arm: str | None = None,
     stopped_early: bool = False,
     secondary: bool = True,
-    onset_tokens: int | None = None,
 ) -> Judgement:
     """Judge one run.
 
     planned: replies planned per build. order: conversation_ids in the order they were asked (the e-values read them
     in that order). arm: the cache arm to judge; None takes the first asked of warm, branched, cold, free, concat.
     stopped_early: the number of conversations was decided by looking at the results, so only the any-time-valid
-    e-values may convict or exonerate. secondary: also length fits, log-probability shifts and flips. onset_tokens:
-    longest context at which top-k selection is the identity; with it, patches that lose recall are attributed. Raises
+    e-values may convict or exonerate. secondary: also length fits, log-probability shifts and flips. Raises
     ScoresError when the scores cannot be judged as they stand.
     """
     config = config or VerdictConfig()
@@ -81,7 +78,6 @@ def judge(
         config=config,
         stopped_early=stopped_early,
         secondary=secondary,
-        onset_tokens=onset_tokens,
     )
 
 
@@ -93,7 +89,6 @@ def judge_cells(
     config: VerdictConfig,
     stopped_early: bool = False,
     secondary: bool = True,
-    onset_tokens: int | None = None,
 ) -> Judgement:
     """`judge` for scores that are already dense arrays."""
     base = next(b.build_id for b in builds if b.role == "base")
@@ -119,11 +114,6 @@ def judge_cells(
         length_fits=length_fits(cells, base) if secondary else (),
         logprob_shifts=logprob_shifts(cells, base) if secondary else (),
         flips=flips(cells, base, again) if secondary else (),
-        attributions=tuple(
-            attribute(cells, base, b.build_id, onset=onset_tokens)
-            for i, b in enumerate(candidates)
-            if onset_tokens is not None and not is_arm(b.build_id) and family.convicted(i)
-        ),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from longrecall.results import charts
 from longrecall.results.flips import visible
+from longrecall.results.panels import cause_table
 from longrecall.results.schema import Campaign, Report
 from longrecall.results.words import (
     ROLE_WORDS,
@@ -93,6 +94,16 @@ def recall_table(report: Report) -> str:
     return table(heads, rows, right=range(1, len(heads)))
 
 
+def cause_parts(report: Report) -> list[str]:
+    """The sentence of every patch and the table of causes; nothing where the onset is not known."""
+    if not report.attributions:
+        return []
+    causes = cause_table(report)
+    told = "\n".join(f"- {cell(a.sentence)}" for a in report.attributions)
+    rows = [[cell(text) for text in row] for row in causes.rows]
+    return ["## Why recall is lost", told, *([table(causes.heads, rows, right=[2])] if rows else [])]
+
+
 def report_markdown(report: Report, campaign: Campaign) -> str:
     """report.md."""
     asked, planned = (sum(getattr(m, name) for m in report.missing) for name in ("n_asked", "n_planned"))
@@ -111,6 +122,7 @@ def report_markdown(report: Report, campaign: Campaign) -> str:
         "## Recall against context length",
         "Percent, with the 95 % interval over conversations.",
         recall_table(report),
+        *cause_parts(report),
         "## Reproduce",
         f"```sh\n{commands(campaign)}\n```",
         "The same with charts and every flipped reply: report.html.",

@@ -2,11 +2,11 @@
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
-from longrecall.evals.schema import MISSING, Comparison, CurvePoint, Outcome, Score
+from longrecall.evals.schema import MISSING, Attribution, Comparison, CurvePoint, Observation, Outcome, Score
 from longrecall.results import charts
 from longrecall.results.flips import BASE, visible
 from longrecall.results.schema import Campaign, Report
@@ -75,6 +75,49 @@ def heat_maps(report: Report, scores: Sequence[Score]) -> list[dict[str, Any]]:
         title = "base, recall" if build.build_id == BASE else f"{build.build_id}, difference"
         maps.append({"title": title, "heads": [charts.tokens(r) for r in report.rungs], "rows": rows})
     return maps if bands else []
+
+
+STANDING = 0.02
+"""A family of causes less probable than this is listed only when it is one of the two main suspects."""
+MAIN_SUSPECTS = ("index keys", "routed scaling")
+
+
+def cause_table(report: Report) -> Table:
+    """Cause × (predicted, observed, in-process): of each patch that loses recall the causes that still stand."""
+    rows = []
+    for attribution in report.attributions:
+        if not has_loss(attribution):
+            continue
+        seen = {o.feature: o for o in attribution.observations}
+        shown = set()
+        for fit in sorted(attribution.causes, key=lambda f: -f.probability):
+            if fit.family in shown or (fit.probability < STANDING and fit.family not in MAIN_SUSPECTS):
+                continue
+            shown.add(fit.family)
+            says = {name: level for name, level in fit.predicted.items() if level != "any"}
+            rows.append(
+                [
+                    visible(attribution.patch, 60),
+                    f"{fit.family}: {fit.cause}",
+                    f"{fit.probability:.2f}",
+                    ", ".join(f"{name} {level}" for name, level in says.items()) or "–",
+                    _measured(seen[name] for name in says if seen[name].source == "served"),
+                    _measured(seen[name] for name in says if seen[name].source == "in-process"),
+                    ", ".join(fit.contradicted_by) or "–",
+                ]
+            )
+    heads = ["Patch", "Cause", "Probability", "Predicted", "Observed", "In-process", "Ruled out by"]
+    return Table(heads, rows, frozenset({2}))
+
+
+def _measured(observations: Iterable[Observation]) -> str:
+    told = [f"{o.feature} {o.estimate:+.2f} ± {1.96 * o.stderr:.2f}" for o in observations]
+    return ", ".join(told).replace("-", "−") or "–"
+
+
+def has_loss(attribution: Attribution) -> bool:
+    """Whether a loss was seen that the causes could explain."""
+    return any(o.feature in ("short", "long") and o.estimate - 2 * o.stderr > 0 for o in attribution.observations)
 
 
 def _tint(tone: str, share: float) -> str:

@@ -11,14 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longrecall.evals.schema import Score
+from longrecall.evals.schema import Attribution, Score
 from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
 from longrecall.results.run_folder import RunFolderError
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners.schema import Arm, Replay
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def version() -> str:
@@ -69,6 +72,7 @@ class _Run:
     def __init__(self, run_dir: Path) -> None:
         from longrecall.needles.dataset import read_parquet
 
+        self.path = run_dir
         self.campaign = run_folder.load_campaign(run_dir)
         path = run_dir / run_folder.CONVERSATIONS
         if not path.is_file():
@@ -97,14 +101,16 @@ def _stopped(run: _Run) -> set[str]:
 
 
 def _judge(run: _Run) -> Report:
+    from longrecall.evals.scores_file import scores_table
     from longrecall.evals.verdict import judge
 
     campaign = run.campaign
     asked, stopped = Counter(score.build_id for score in run.scores), _stopped(run)
     wanted = sum(planned_replays(campaign, run.conversations, arm) for arm in campaign.arms)
+    table = scores_table(run.scores)
     planned = planned_replays(campaign, run.conversations)
     judgement = judge(
-        run.scores,
+        table,
         campaign.builds,
         rungs=campaign.rungs,
         planned={b.build_id: planned for b in campaign.builds if b.build_id not in stopped},
@@ -131,7 +137,33 @@ def _judge(run: _Run) -> Report:
         length_fits=judgement.length_fits,
         logprob_shifts=judgement.logprob_shifts,
         flips=judgement.flips,
+        attributions=_attributions(run, table),
     )
+
+
+def _attributions(run: _Run, table: "pa.Table") -> tuple[Attribution, ...]:
+    """Why each patch loses recall (or that it has none to explain), with the in-process evidence kept in the folder."""
+    from longrecall.evals.explain import attribute_patches, suspects_of
+    from longrecall.evals.stored_run import StoredRun
+
+    campaign = run.campaign
+    if campaign.onset_tokens is None or not table.num_rows:
+        return ()
+    stored = StoredRun(
+        path=run.path,
+        run_id=campaign.run_id,
+        suite_hash=campaign.suite_hash,
+        rungs=campaign.rungs,
+        order=campaign.conversation_order,
+        builds=campaign.builds,
+        config=campaign.verdict,
+        onset_tokens=campaign.onset_tokens,
+        scores=table,
+    )
+    asked = set(table["build_id"].unique().to_pylist())
+    if "base" not in asked:
+        return ()
+    return attribute_patches([stored], [name for name in suspects_of(stored) if name in asked])
 
 
 def assemble(run_dir: Path) -> Report:

@@ -7,6 +7,7 @@ scores.parquet, report.json, report.md and report.html. Unknown is None, never 0
 from dataclasses import dataclass
 
 from longrecall.evals.schema import (
+    Attribution,
     Comparison,
     ControlResult,
     CurvePoint,
@@ -84,3 +85,5 @@ class Report:
     length_fits: tuple[LengthFit, ...] = ()
     logprob_shifts: tuple[LogprobShift, ...] = ()
     flips: tuple[Flips, ...] = ()
+    attributions: tuple[Attribution, ...] = ()
+    """Of every patch, where the onset of top-k selection is known: served and in-process evidence together."""

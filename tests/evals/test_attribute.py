@@ -216,6 +216,9 @@ def store(folder, faults, *, seed=0, engine="reference"):
         "builds": [{"build_id": n, "patch_ids": [], "role": "base" if n == "base" else "suspect"} for n in names],
         "verdict": {"margin": 0.1, "alpha": 0.05, "max_missing_difference": 0.01, "aa_alpha": 0.01},
         "onset_tokens": 512,
+        "recipe": "reference",
+        "seed": 0,
+        "max_tokens": 16,
         "patchset": {
             "name": "demo",
             "path": str(folder / "demo.toml"),
@@ -276,13 +279,13 @@ def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
     result = run_command("attribute", str(run), "--next", "--dry-run")
     assert result.exit_code == 0 and "longrecall eval" in result.stdout
     (path,) = run.glob("next-rotation-*.toml")
+    assert "--seed 0" in result.stdout and "--recipe reference" in result.stdout
     patchset = load_patchset(path)
     by_id = {p.patch_id: p for p in patchset.patches}
-    suffix = next(i for i in by_id if i.startswith("rotation--")).partition("--")[2]
-    assert by_id[f"rotation--{suffix}"].diffs == by_id["rotation"].diffs
-    if suffix != "again":
-        assert by_id[f"rotation--{suffix}"].args == by_id[f"base--{suffix}"].args != ()
-    assert (path.parent / by_id["rotation"].diffs[0]).is_file() or by_id["rotation"].diffs[0].endswith("rotation.diff")
+    assert list(by_id) == ["rotation--topk-x2", "base--topk-x2"]
+    assert (path.parent / by_id["rotation--topk-x2"].diffs[0]).is_file()
+    # selection is the identity at every rung: 512 doubled until 2,048 tokens and the answer fit
+    assert by_id["rotation--topk-x2"].args == by_id["base--topk-x2"].args == ("--index-topk", "4096")
 
 
 @pytest.mark.parametrize(

@@ -388,15 +388,6 @@ def test_run_stopped_on_its_results_is_judged_by_e_values_only():
     assert early.verdict == "inconclusive" and "e-value" in early.reason
 
 
-def test_losing_patches_are_attributed_where_the_onset_is_known(sound):
-    scores, builds = sound
-    assert judge(scores, builds, rungs=RUNGS).attributions == ()
-    found = judge(scores, builds, rungs=RUNGS, onset_tokens=512).attributions
-    assert {a.patch for a in found} == {"bad", "leaky"}
-    assert all(a.causes[0].family == "index keys" or a.next_arm is not None for a in found)
-    assert all(a.length_dependent_share > 0.8 for a in found)  # both lose beyond 512 tokens only
-
-
 def test_log_probabilities_are_kept_beside_recall(sound):
     scores, builds = sound
     with_margin = change(scores, lambda s: True, gold_logprob=-2.0)

@@ -1,0 +1,335 @@
+"""In-process evidence: what a patched reference build computes on the activations of the base, part by part.
+
+    python -m longrecall.runners.reference.evidence measure FOLDER INPUTS OUTPUTS     in each build's own tree
+
+The base build prefills a prompt with planted facts once, and what enters every part is recorded. Each build's own
+sources, in a process of their own, then compute the parts from those inputs: MoE layers, mixing coefficients, index
+selections, stored keys and values, and decode beside prefill. A fault shows in the part that it is in and in no other,
+which no served reply can say. `rows_of` turns two builds' outputs into observations for `longrecall attribute
+--evidence`.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from longrecall.kernels.moe import Parts
+    from longrecall.runners.reference.model import ReferenceModel
+
+MOE_LAYERS = (0, 1, 2, 3, 8, 14)
+"""All hash layers and three others."""
+MIXED_LAYERS = (0, 6, 12)
+ROWS = 64
+"""Last rows of the prompt: those that see the most keys."""
+DECODE_STEPS = 12
+DECODE_AT = (300, 700)
+"""Tokens before the decoded ones: below and beyond the onset of the selection."""
+MEASURE_S = 300
+
+
+def prompt_text(facts: int = 24) -> str:
+    """Planted facts in plain chat: enough like a recall conversation for real activations."""
+    g = torch.Generator().manual_seed(0)
+    names = ["Mara Lindqvist", "Owen Castell", "Priya Raman", "Tomas Berg", "Lucia Ferro", "Hana Sato", "Emil Novak"]
+    filler = [
+        "The ferry was late again this morning, so the meeting began without the harbour master.",
+        "I read that the old mill by the river will become a library next spring.",
+        "Nobody at the market could say when the road over the pass opens.",
+    ]
+    out = []
+    for i in range(facts):
+        code = int(torch.randint(10_000, 99_999, (1,), generator=g))
+        name = names[i % len(names)]
+        out.append(f"User: {filler[i % 3]} The access code of {name} is {code}.")
+        out.append(f"Assistant: Noted, the access code of {name} is {code}.")
+    return "\n".join([*out, f"User: What is the access code of {names[0]}?", f"Assistant: The code of {names[0]} is"])
+
+
+def prompt_tokens(folder: Path, text: str) -> list[int]:
+    """The text's tokens behind one BOS."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return ids if ids[:1] == [2] else [2, *ids]
+
+
+def record(folder: Path, path: Path) -> None:
+    """Save what enters every part of the base build when it prefills the prompt."""
+    from longrecall.runners.reference.interface import Chunk
+    from longrecall.runners.reference.model import ReferenceModel
+
+    model = ReferenceModel.load(folder)
+    tokens = prompt_tokens(folder, prompt_text())
+    seen: dict[str, Tensor] = {"tokens": torch.tensor(tokens)}
+    for i, layer in enumerate(model.layers):
+        _record_moe(layer, i, seen)
+        if i in MIXED_LAYERS:
+            _record_streams(layer, i, seen)
+        if layer.indexer is not None:
+            _record_index(layer.indexer, i, seen)
+    model.prefill([Chunk(tokens=tokens, cache=model.new_cache(), logits="none")])
+    save_file({name: t.contiguous() for name, t in seen.items()}, path)
+
+
+def _record_moe(layer: Any, i: int, seen: dict[str, Tensor]) -> None:
+    inner = layer.mlp
+
+    def mlp(x: Tensor, token_ids: Tensor) -> Any:
+        seen[f"moe{i}"], seen["token_ids"] = x.clone(), token_ids.clone()
+        return inner(x, token_ids)
+
+    layer.mlp = mlp
+
+
+def _record_streams(layer: Any, i: int, seen: dict[str, Tensor]) -> None:
+    for n, part in enumerate(layer.parts):
+        inner = part.enter
+
+        def enter(streams: Tensor, n: int = n, inner: Any = inner) -> Any:
+            seen.setdefault(f"streams{i}.{n}", streams[:ROWS].clone())
+            return inner(streams)
+
+        part.enter = enter
+
+
+def _record_index(indexer: Any, i: int, seen: dict[str, Tensor]) -> None:
+    inner = indexer.keys
+
+    def keys(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        seen[f"index{i}.h"], seen[f"index{i}.cos"], seen[f"index{i}.sin"] = h.clone(), cos.clone(), sin.clone()
+        return inner(h, cos, sin)
+
+    indexer.keys = keys
+
+
+@torch.inference_mode()
+def measure(folder: Path, inputs: Path, outputs: Path) -> None:
+    """This build's parts on the recorded inputs."""
+    from longrecall.kernels.mhc import mhc_coefficients, mhc_mix
+    from longrecall.runners.reference import model as module
+
+    model = module.ReferenceModel.load(folder)
+    given = load_file(inputs)
+    done: dict[str, Tensor] = {}
+    for i in MOE_LAYERS:
+        done[f"moe{i}"] = torch.cat(list(model.layers[i].mlp(given[f"moe{i}"], given["token_ids"])))
+    for i in MIXED_LAYERS:
+        for n, part in enumerate(model.layers[i].parts):
+            c, precision = model.config, module.MHC_PRECISION
+            streams = given[f"streams{i}.{n}"]
+            u, logits = mhc_mix(streams, part.fn, part.scale, part.base, precision=precision)
+            post, comb = mhc_coefficients(logits, c.hc_mult, sinkhorn_steps=c.hc_sinkhorn_iters, precision=precision)
+            done[f"mix{i}.{n}"] = torch.cat((u, post.to(u.dtype), comb.flatten(1).to(u.dtype)), 1).float()
+    for i, layer in enumerate(model.layers):
+        if layer.indexer is not None:
+            h, cos, sin = (given[f"index{i}.{name}"] for name in ("h", "cos", "sin"))
+            keys = layer.indexer.keys(h, cos, sin).to(h.dtype)
+            q, weights = layer.indexer.queries(h, cos, sin)
+            visible = torch.arange(1, len(h) + 1)[-ROWS:]
+            done[f"selected{i}"] = layer.indexer.select(q[-ROWS:].to(h.dtype), keys, weights[-ROWS:], visible)
+    done |= _decoded(model, given["tokens"].tolist())
+    save_file({name: t.contiguous() for name, t in done.items()}, outputs)
+
+
+def _decoded(model: "ReferenceModel", tokens: list[int]) -> dict[str, Tensor]:
+    """Total variation between prefill and decode at the same positions, and layer 0's stored keys and values."""
+    from longrecall.runners.reference.interface import Chunk
+
+    made = {}
+    for length in DECODE_AT:
+        history = model.new_cache()
+        model.prefill([Chunk(tokens=tokens[:length], cache=history, logits="none")])
+        rest = tokens[length : length + DECODE_STEPS]
+        (prefilled,) = model.prefill([Chunk(tokens=rest, cache=history.fork(length), logits="all")])
+        cache = history.fork(length)
+        decoded = torch.cat([model.decode([t], [cache]) for t in rest])
+        made[f"decode{length}"] = (prefilled.softmax(-1) - decoded.softmax(-1)).abs().sum(-1) / 2
+        block = history.tail or history.base
+        assert block is not None
+        made["kv"] = torch.stack((block.k[0, :length], block.v[0, :length])).float()
+    return made
+
+
+def reference_parts(mlp: Any, x: Tensor, token_ids: Tensor) -> "Parts":
+    """Parts of a `ReferenceMoE` in fp64 from its weights: before any factor, behind the layer's own norm."""
+    from longrecall.kernels.moe import Parts
+    from longrecall.kernels.moe.routing import hash_topk, topk
+
+    config = mlp.config
+    logits = F.linear(x.float(), mlp.gate_weight)
+    if hasattr(mlp.topk, "tid2eid"):
+        chosen = hash_topk(logits, token_ids, mlp.topk.tid2eid)
+    else:
+        chosen = topk(logits, mlp.topk.correction_bias, config.num_experts_per_tok, config.scoring_func)
+    x = x.double()
+
+    def expert(rows: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        gate, up = F.linear(rows, w13.double()).chunk(2, -1)
+        return F.linear(F.gelu(gate, approximate="tanh") * up, w2.double())
+
+    routed = torch.zeros_like(x)
+    for e in chosen.idx.unique().tolist():
+        token, slot = (chosen.idx == e).nonzero(as_tuple=True)
+        rows = expert(x[token], mlp.w13[e], mlp.w2[e]) * chosen.weights[token, slot].double()[:, None]
+        routed.index_add_(0, token, rows)
+    shared = expert(x, mlp.shared_gate_up, mlp.shared_down)
+    nominal = shared + config.trained_routed_scaling_factor * routed
+    norm = (nominal.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * mlp.norm_weight.double()
+    return Parts(routed * norm, shared * norm)
+
+
+@torch.inference_mode()
+def parts_of_base(folder: Path, inputs: Path) -> dict[int, "Parts"]:
+    """What the exponents of every build are read against: the base's weights on the recorded inputs."""
+    from longrecall.runners.reference.model import ReferenceModel
+
+    model, given = ReferenceModel.load(folder), load_file(inputs)
+    every = slice(None, None, 4)  # a fourth of the tokens is enough for four digits
+    return {
+        i: reference_parts(model.layers[i].mlp, given[f"moe{i}"][every], given["token_ids"][every]) for i in MOE_LAYERS
+    }
+
+
+def run_build(python: str, env: Mapping[str, str], folder: Path, inputs: Path, outputs: Path) -> None:
+    """`measure` in a build's own tree; RuntimeError carries the end of what it said."""
+    command = [python, "-m", "longrecall.runners.reference.evidence", "measure", *map(str, (folder, inputs, outputs))]
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=MEASURE_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"in-process evidence failed: {' '.join(done.stderr.strip().splitlines()[-3:])}")
+
+
+def rows_of(
+    patch: str, base: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[int, "Parts"], factor: float,
+    hash_layers: int, topk: int,
+) -> list[dict[str, object]]:  # fmt: skip
+    """Observations of one build, as `longrecall attribute --evidence` reads them."""
+    made = [_exponent_row(patch, own, parts, factor, hash_layers)]
+    shifts = [_relative(own[name], base[name]) for name in base if name.startswith("mix")]
+    worst = max(shifts)
+    made.append(_row(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e}"))
+    made += _selection_rows(patch, base, own, topk)
+    apart = {n: (float(own[f"decode{n}"].mean()), float(base[f"decode{n}"].mean())) for n in DECODE_AT}
+    told = ", ".join(f"{a:.3f} at {n} tokens (base {b:.3f})" for n, (a, b) in apart.items())
+    excess = max(max(a - 2 * b, 0.0) for a, b in apart.values())
+    made.append(
+        _row(patch, "decode_kl", excess, 0.02, len(DECODE_AT) * DECODE_STEPS, f"prefill and decode apart by {told}")
+    )
+    moved = _relative(own["kv"], base["kv"])
+    made.append(_row(patch, "kv_shift", min(moved, 1.0), 0.002, own["kv"].shape[1], f"stored rows move by {moved:.1e}"))
+    return made
+
+
+def _exponent_row(
+    patch: str, own: Mapping[str, Tensor], parts: Mapping[int, "Parts"], factor: float, hash_layers: int
+) -> dict[str, object]:
+    from longrecall.kernels.moe import combine_layers, fit_parts
+
+    read = {i: fit_parts(own[f"moe{i}"][::4], parts[i], factor) for i in MOE_LAYERS}
+    told, off, error = [], 0.0, 0.01
+    for kind, wanted in (("hash", lambda i: i < hash_layers), ("other", lambda i: i >= hash_layers)):
+        exponent = combine_layers({str(i): e for i, e in read.items() if wanted(i)}).relative
+        if exponent.value is not None:
+            told.append(f"{kind} layers {exponent.value:.3f}")
+            off = max(off, abs(exponent.value - 1.0))
+            error = max(error, exponent.stderr or 0.0)
+    return _row(patch, "scale_exponent", min(off, 1.0), error, len(read), f"exponent {', '.join(told)}")
+
+
+def _selection_rows(
+    patch: str, base: Mapping[str, Tensor], own: Mapping[str, Tensor], topk: int
+) -> list[dict[str, object]]:
+    """How much of the base's selection a build loses on the base's own inputs, and how near that is to chance."""
+    lost, chance = [], []
+    for name in base:
+        if name.startswith("selected"):
+            visible = int(base[name].max()) + 1
+            for a, b in zip(base[name], own[name], strict=True):
+                kept = len(set(a.tolist()) & set(b.tolist()) - {-1}) / max(int((a >= 0).sum()), 1)
+                lost.append(1 - kept)
+                chance.append((1 - kept) / max(1 - topk / max(visible, topk + 1), 1e-6))
+    n = len(lost)
+    change, near = (float(torch.tensor(x).mean()) for x in (lost, chance))
+    error = 2 / math.sqrt(n)  # rows of one layer move together; layers do not
+    detail = f"{100 * change:.0f} % of the base's selection is lost on its own inputs"
+    return [
+        _row(patch, "indexer_topk_changed", min(change, 1.0), 0.02, n, detail),
+        _row(patch, "selection_chance", min(near, 1.0), error * 0.2, n, "0 the base's selection, 1 chance"),
+    ]
+
+
+def _relative(own: Tensor, base: Tensor) -> float:
+    if own.shape != base.shape:
+        return 1.0
+    return float((own - base).norm() / base.norm())
+
+
+def _row(patch: str, feature: str, estimate: float, stderr: float, n: int, detail: str) -> dict[str, object]:
+    value = estimate if math.isfinite(estimate) else 1.0
+    return {
+        "patch": patch, "feature": feature, "estimate": value, "stderr": stderr, "n": n, "source": "in-process",
+        "detail": detail,
+    }  # fmt: skip
+
+
+def gather(
+    folder: Path, builds: Mapping[str, tuple[str, Mapping[str, str]]], work: Path, say: Any = lambda text: None
+) -> list[dict[str, object]]:
+    """Observations of every build; `builds` maps a build to its interpreter and environment, "base" among them.
+
+    work: an empty folder for what the processes exchange.
+    """
+    from longrecall.runners.reference.config import ReferenceConfig
+
+    config = ReferenceConfig.from_file(folder / "config.json")
+    inputs = work / "inputs.safetensors"
+    record(folder, inputs)
+    parts = parts_of_base(folder, inputs)
+    outputs: dict[str, dict[str, Tensor]] = {}
+    rows: list[dict[str, object]] = []
+    for number, name in enumerate(sorted(builds, key=lambda n: n != "base")):
+        python, env = builds[name]
+        path = work / f"{number}.safetensors"
+        run_build(python, env, folder, inputs, path)
+        outputs[name] = load_file(path)
+        path.unlink()
+        if name != "base":
+            rows += rows_of(
+                name, outputs["base"], outputs.pop(name), parts, config.routed_scaling_factor,
+                config.num_hash_layers, config.index_topk,
+            )  # fmt: skip
+            say(f"{name}: " + "; ".join(str(row["detail"]) for row in rows if row["patch"] == name))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("record", "measure"))
+    parser.add_argument("paths", nargs="+", type=Path)
+    given = parser.parse_args(argv)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if given.what == "record":
+        record(*given.paths)
+    else:
+        measure(*given.paths)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        print(json.dumps({"error": str(error)}), file=sys.stderr)
+        sys.exit(2)
