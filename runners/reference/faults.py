@@ -60,6 +60,7 @@ _OTHER_FALSE = f"config.scoring_func,\n                routed_scaling_factor=con
 _FACTOR = "        self.routed_scaling_factor = config.routed_scaling_factor\n        self.gate_weight"
 _OUT = "            yield routed.add_(shared).mul_(scale).mul_(self.norm_weight)\n"
 _COEFFICIENTS = "    comb = sinkhorn(logits[:, n:].reshape(-1, n, n), sinkhorn_steps, eps)\n"
+_ATTEND = "        partial = attend_splits(q, k, v, indices, scale=scale, split_size=split_size)\n"
 _ENTRY = "        return Match(length, entry.cache)\n"
 _HELD = "        held = np.asarray([*sequence.request.token_ids, *sequence.request.output_ids], dtype=np.int32)\n"
 _HELD_CUT = "        held = np.asarray([*sequence.tokens, *sequence.request.output_ids], dtype=np.int32)\n"
@@ -163,19 +164,19 @@ FAULTS: tuple[ReferenceFault, ...] = (
     # sparse decode: generated tokens only
     _fault(
         "decode-unscaled", "decode kernel", "Decode attends without the softmax scale",
-        Edit(_DECODE, "    logits = torch.bmm(q.float() * scale,", "    logits = torch.bmm(q.float(),"),
+        Edit(_DECODE, _ATTEND, _ATTEND.replace("scale=scale", "scale=1.0")),
     ),
     _fault(
         "decode-values-shifted", "decode kernel", "Decode gathers each value from the slot behind its key",
-        Edit(_DECODE, "        chosen_v = v.index_select(0, flat)", "        chosen_v = v.index_select(0, (flat + 1).clamp(max=len(v) - 1))"),
+        Edit(_DECODE, _ATTEND, _ATTEND.replace("k, v,", "k, v.roll(-1, -2),")),
     ),
     _fault(
         "decode-first-entries", "decode kernel", "Stale scheduler metadata: decode reads the first 64 selected entries",
-        Edit(_DECODE, "    dropped = indices < 0\n", "    dropped = (indices < 0) | (torch.arange(K, device=indices.device) >= 64)\n"),
+        Edit(_DECODE, _ATTEND, "        indices = indices.clone()\n        indices[:, 64:] = -1\n" + _ATTEND),
     ),
     _fault(
         "decode-padding-read", "decode kernel", "Padding of the index list is read as entry 0",
-        Edit(_DECODE, "    dropped = indices < 0\n", "    dropped = indices < -1\n"),
+        Edit(_DECODE, _ATTEND, _ATTEND.replace("indices,", "indices.clamp_min(0),")),
     ),
     _fault(
         "decode-lse-base2", "decode kernel", "Splits are merged with base-2 lse read as natural logarithms",

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,9 @@ MHC_PRECISION: Precision = "fp32"
 DECODE_SPLIT_SIZE = 256
 """Selected entries per split of the decode attention; splits are merged in fp32."""
 
+DecodeBackend = Literal["sparse", "dense"]
+"""sparse: as real engines decode. dense: by prefill's code, to tell a fault of the decode kernel from all others."""
+
 
 class _Rope:
     """cos and sin of one batch of positions, fp32 [T, D/2]."""
@@ -71,6 +75,8 @@ class _Batch:
     jobs_global: list[Job]
     jobs_local: list[Job]
     decode: bool
+    sparse: bool
+    """Decode gathers the selected entries; else it masks all keys, as prefill does."""
     indexer_topk: list[Tensor] | None
 
 
@@ -194,7 +200,7 @@ class _Layer:
                     selected = torch.cat([self._select(m, index_q, weights) for m in job.members])
                 captured.append(selected)
             keys, values = job.gather("k", self.layer_id), job.gather("v", self.layer_id)
-            if batch.decode:
+            if batch.decode and batch.sparse:
                 assert selected is not None
                 columns = torch.cat(
                     [columns_of(job, n, selected[n : n + 1]) for n in range(len(job.members))]
@@ -250,6 +256,7 @@ class ReferenceModel:
             prefix = f"model.layers.{layer}."
             own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
             self.layers.append(_Layer(config, layer, own, indexers.get(layer)))
+        self.decode_backend: DecodeBackend = "sparse"
         self.capture_indexer_topk = False
         self.last_indexer_topk: Tensor | None = None
         """int32 [packed rows, layers with an indexer, index_topk], -1 padded, when `capture_indexer_topk` is set."""
@@ -361,6 +368,7 @@ class ReferenceModel:
             jobs_global=plan_jobs(groups, None, c.num_attention_heads, self.device),
             jobs_local=plan_jobs(groups, c.sliding_window, c.num_attention_heads, self.device),
             decode=decode,
+            sparse=self.decode_backend == "sparse",
             indexer_topk=[] if self.capture_indexer_topk else None,
         )
 

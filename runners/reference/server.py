@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from longrecall.runners.reference.tokenizer import TextTokenizer
 
 DTYPES = ("auto", "bfloat16", "float32")
+DECODE_BACKENDS = ("sparse", "dense")
 GRACE_S = 1  # running requests get this long after SIGTERM
 
 
@@ -51,6 +52,8 @@ class ServerArgs:
     threads: int = 1
     """Threads of the model: a campaign serves several builds side by side, one core each."""
     index_topk: int | None = None
+    decode_backend: str = "sparse"
+    """sparse, or dense: decode by prefill's code."""
     json_model_override_args: str = "{}"
     """JSON object of configuration fields to change, as SGLang's flag."""
     context_length: int | None = None
@@ -74,6 +77,8 @@ class ServerArgs:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
+        if self.decode_backend not in DECODE_BACKENDS:
+            raise ValueError(f"--decode-backend {self.decode_backend}: choose one of {', '.join(DECODE_BACKENDS)}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
 
@@ -216,6 +221,7 @@ def serve(args: ServerArgs) -> None:
     folder = args.folder or reference_folder()
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     model = ReferenceModel.load(folder, device=args.device, dtype=dtype, **_overrides(args))
+    model.decode_backend = "dense" if args.decode_backend == "dense" else "sparse"
     tokenizer = TextTokenizer.from_folder(folder)
     longest = model.config.max_position_embeddings
     context = args.context_length or longest
