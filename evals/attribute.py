@@ -161,22 +161,27 @@ def _recovered(cells: Cells, baseline: str, patch: str, suffix: str, onset: int 
     return np.asarray(np.where(asked, gone, np.nan))
 
 
-def observe_cache_arms(warm: Cells, cold: Cells, baseline: str, patch: str) -> Observation | None:
-    """What asking without prefix reuse takes away of the loss, from the warm and the cold arm of one run.
+CACHE_ARMS: dict[str, str] = {"cold": "cache_off_recovers", "concat": "concat_recovers"}
+"""Arm of the client, asked of the same builds → the feature that holding it against the warm arm measures."""
+
+
+def observe_client_arm(warm: Cells, other: Cells, baseline: str, patch: str) -> Observation | None:
+    """What asking the other way (without prefix reuse, or all facts in one turn) takes away of the warm arm's loss.
 
     None when the two arms did not ask the same conversations, or when there is no loss in the warm arm to take away.
     """
-    if warm.conversations != cold.conversations or not {baseline, patch} <= set(cold.builds):
+    if warm.conversations != other.conversations or not {baseline, patch} <= set(other.builds):
         return None
-    with_reuse, without = differences(warm, baseline, patch), differences(cold, baseline, patch)
-    rows = [i for i in range(len(warm.rungs)) if np.isfinite(with_reuse.d[i]).any() and np.isfinite(without.d[i]).any()]
+    before, after = differences(warm, baseline, patch), differences(other, baseline, patch)
+    rows = [i for i in range(len(warm.rungs)) if np.isfinite(before.d[i]).any() and np.isfinite(after.d[i]).any()]
     if not rows:
         return None
-    loss = -float(np.nanmean(with_reuse.d[rows]))
+    loss = -float(np.nanmean(before.d[rows]))
     if loss < LEAST_LOSS:
         return None
-    recovered = (without.d[rows].mean(axis=0) - with_reuse.d[rows].mean(axis=0)) / loss
-    return _observation(patch, "cache_off_recovers", recovered, "share of the warm arm's loss that the cold arm lacks")
+    recovered = (after.d[rows].mean(axis=0) - before.d[rows].mean(axis=0)) / loss
+    feature = CACHE_ARMS[other.arm]
+    return _observation(patch, feature, recovered, f"share of the warm arm's loss that the {other.arm} arm lacks")
 
 
 def _excess_flips(cells: Cells, baseline: str, patch: str, again: str) -> Floats | None:

@@ -280,7 +280,7 @@ ARM_CONVERSATIONS = 8
 
 def _same_questions(run: Path, feature: str) -> list[str]:
     """Arguments of `eval` that ask the run's own questions again (of fewer conversations, where the run has many)."""
-    from longrecall.evals.next_arm import next_rungs
+    from longrecall.evals.next_arm import next_client_arms, next_rungs
     from longrecall.evals.scores_file import ScoresError
     from longrecall.evals.stored_run import load_run
 
@@ -294,6 +294,7 @@ def _same_questions(run: Path, feature: str) -> list[str]:
         "--rungs", ",".join(map(str, next_rungs(feature, stored.rungs))),
         "--conversations", str(min(len(stored.order), ARM_CONVERSATIONS)),
         "--recipe", str(recipe), "--seed", str(seed), "--runs-dir", str(folder),
+        "--arms", ",".join(next_client_arms(feature)),
     ]  # fmt: skip
 
 
@@ -314,9 +315,7 @@ def design_make(
 
     longrecall design make patchsets/reference.toml --design factorial --only index-keys-fp8 --only mhc-bf16
     """
-    from dataclasses import replace
-
-    from longrecall.evals.design_patchset import write_design
+    from longrecall.evals.design_patchset import with_suspects, write_design
     from longrecall.evals.designs import DESIGNS, DesignError
     from longrecall.runners.diffs import DiffError
     from longrecall.runners.patchset import PatchsetError, load_patchset
@@ -324,16 +323,7 @@ def design_make(
     try:
         if design not in DESIGNS:
             raise DesignError(f"--design {design}: choose one of {', '.join(DESIGNS)}")
-        loaded = load_patchset(patchset)
-        if only:
-            unknown = sorted(set(only) - {p.patch_id for p in loaded.patches})
-            if unknown:
-                raise DesignError(
-                    f"--only {unknown[0]}: {patchset} has {', '.join(p.patch_id for p in loaded.patches)}"
-                )
-            # a control named here is a suspect of this design
-            kept = [replace(p, role="suspect") if p.patch_id in only else p for p in loaded.patches]
-            loaded = replace(loaded, patches=tuple(p for p in kept if p.patch_id in only or p.role != "suspect"))
+        loaded = with_suspects(load_patchset(patchset), only or ())
         target = out or patchset.with_name(f"{patchset.stem}-{design.replace('+', '-')}.toml")
         root = source or Path(__file__).resolve().parent.parent
         made = write_design(loaded, DESIGNS[design], target, root=root)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +86,27 @@ def _setting_conflict(a: Patch, b: Patch) -> str | None:
     return None
 
 
+def with_suspects(patchset: PatchSet, only: Sequence[str]) -> PatchSet:
+    """The patchset with these patches as its suspects, controls among them too; its own suspects when none is named.
+
+    Raises DesignError naming an unknown one.
+    """
+    if not only:
+        return patchset
+    known = [p.patch_id for p in patchset.patches]
+    for name in only:
+        if name not in known:
+            raise DesignError(f"--only {name}: {patchset.path} has {', '.join(known)}")
+    kept = [replace(p, role="suspect") if p.patch_id in only else p for p in patchset.patches]
+    return replace(patchset, patches=tuple(p for p in kept if p.patch_id in only or p.role != "suspect"))
+
+
 def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) -> tuple[Combination, ...]:
     """Write the patchset of a design (and its joined diffs beside it); controls go along as they are.
 
     root: the folder that the diffs' paths are relative to. Raises DesignError naming a pair that conflicts.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     suspects = [p for p in patchset.patches if p.role == "suspect"]
     by_id = {p.patch_id: p for p in suspects}
     pairs = conflicts_of(patchset, suspects)

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from longrecall.evals.attribute import (
+    CACHE_ARMS,
     attribute,
     is_arm,
     load_observations,
     observe,
-    observe_cache_arms,
+    observe_client_arm,
 )
 from longrecall.evals.cells import Cells, make_cells
 from longrecall.evals.next_arm import unavailable
@@ -86,7 +87,7 @@ def attribute_patches(
     kept = sorted(first.path.glob("evidence-*.json")) if in_process else []
     more = [o for path in (*kept, *evidence) for o in load_observations(path)]
     base, cells, replies = _base(first), _cells(first), _replies(first)
-    cold = _cells(first, "cold") if {"warm", "cold"} <= set(first.scores["arm"].unique().to_pylist()) else None
+    others = {id(run): _client_arms(run) for run in (first, *apart)}
     out_of_reach = unavailable(_engine(first.path)) | set(not_next)
     made = []
     for name in patches:
@@ -94,8 +95,9 @@ def attribute_patches(
         for run in apart:
             if name in [b.build_id for b in run.builds]:
                 extra += observe(_cells(run), _base(run), name, onset=run.onset_tokens, replies=_replies(run))
-        if cold is not None and (reuse := observe_cache_arms(cells, cold, base, name)) is not None:
-            extra.append(reuse)
+        for run in (first, *apart):
+            seen = [observe_client_arm(_cells(run, "warm"), o, _base(run), name) for o in others[id(run)]]
+            extra += [o for o in seen if o is not None]
         own = {o.feature: o for o in observe(cells, base, name, onset=first.onset_tokens, replies=replies)}
         better = _most_exact([o for o in extra if o.feature not in own or o.stderr < own[o.feature].stderr])
         replaced = {o.feature for o in better}
@@ -131,6 +133,12 @@ def joined_runs(first: StoredRun, later: StoredRun) -> StoredRun | None:
     rows = rows.set_column(place, "run_id", pa.array([name] * rows.num_rows, type=pa.string()))
     scores = pa.concat_tables([first.scores, rows.select(first.scores.column_names).cast(first.scores.schema)])
     return replace(first, builds=(*first.builds, *new), scores=scores)
+
+
+def _client_arms(run: StoredRun) -> list[Cells]:
+    """The other ways in which a run asked the same questions, where it also asked them warm."""
+    arms = set(run.scores["arm"].unique().to_pylist())
+    return [_cells(run, arm) for arm in CACHE_ARMS if {"warm", arm} <= arms]
 
 
 def _replies(run: StoredRun) -> Replies:

@@ -62,6 +62,7 @@ IN_PROCESS = frozenset(
 def unavailable(engine: str) -> set[str]:
     """Features that this engine's command line cannot give; they can still be supplied as observations."""
     given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
+    given |= ASKED_OTHERWISE
     return (set(ARMS.values()) - given) | (set() if engine == "reference" else IN_PROCESS) | {"experts_changed"}
 
 
@@ -77,8 +78,8 @@ def write_next_patchset(run: Path, patch: str, arm: NextArm, path: Path) -> None
 
     Raises ScoresError when the run does not know the patch or the engine has no flag for the arm.
     """
-    if arm.feature == "residue":  # the same builds at neighbouring lengths: see `next_rungs`
-        write_arms(run, [(patch, "")], path, name="residue", comment=arm.question)
+    if arm.feature in ASKED_OTHERWISE:
+        write_arms(run, [(patch, "")], path, name=arm.feature, comment=arm.question)
         return
     campaign = _campaign(run)
     engine = campaign["patchset"]["engine"]
@@ -92,6 +93,15 @@ def write_next_patchset(run: Path, patch: str, arm: NextArm, path: Path) -> None
     wanted = [(patch, suffix) for suffix in suffixes]
     wanted += [("base", suffix) for suffix in suffixes if suffix != AGAIN and suffix not in REPAIRS]
     write_arms(run, wanted, path, name=suffixes[0], comment=arm.question)
+
+
+ASKED_OTHERWISE = frozenset({"residue", "concat_recovers"})
+"""Features for which the builds stay as they are and the questions change: `next_rungs`, `next_client_arms`."""
+
+
+def next_client_arms(feature: str) -> tuple[str, ...]:
+    """The client's arms an arm of attribution is asked in."""
+    return ("warm", "concat") if feature == "concat_recovers" else ("warm",)
 
 
 def next_rungs(feature: str, rungs: Sequence[int]) -> tuple[int, ...]:

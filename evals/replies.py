@@ -125,14 +125,18 @@ def _paired(replies: Replies, baseline: str, patch: str) -> list[tuple[Key, Repl
 
 
 def _reuse(replies: Replies, baseline: str, patch: str) -> Observation | None:
-    """Share of a prompt that the patched build reuses from its cache and the base does not, or the reverse."""
-    changed: dict[str, list[float]] = {}
+    """Difference of the shares of a conversation's prompt tokens that base and patched build take from their caches.
+
+    Of the conversation as a whole: which of its prompts computes the common beginning is a matter of arrival.
+    """
+    tokens: dict[str, list[int]] = {}
     for key, base, own in _paired(replies, baseline, patch):
         if base.cached_tokens is not None and own.cached_tokens is not None and base.context_tokens:
-            part = abs(own.cached_tokens - base.cached_tokens) / base.context_tokens
-            changed.setdefault(key[0], []).append(part)
-    values = np.array([float(np.mean(v)) for v in changed.values()])
-    return _made(patch, "reuse_changed", values, "share of a prompt reused by one of base and patch only")
+            sums = tokens.setdefault(key[0], [0, 0])
+            sums[0] += own.cached_tokens - base.cached_tokens
+            sums[1] += base.context_tokens
+    values = np.array([abs(more) / total for more, total in tokens.values()])
+    return _made(patch, "reuse_changed", values, "share of the prompts reused more or less than by the base")
 
 
 def _residue(replies: Replies, baseline: str, patch: str) -> Observation | None:

@@ -2,6 +2,7 @@
 
     longrecall eval patchsets/reference.toml
     longrecall eval patchsets/reference.toml --rungs 448,1024 --conversations 30 --only noop --fail-on culprit
+    longrecall eval patchsets/reference.toml --design factorial --only index-keys-fp8 --only hash-topk-double-scaling
     longrecall eval patchsets/endpoints.toml --model-folder ~/models/served --parallel 2
 
 Killed at any moment, the same command goes on where it was. The last line on standard output is one JSON document;
@@ -10,13 +11,16 @@ asked for cannot be used, 3 incomplete or controls failed, 4 inconclusive and --
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 if TYPE_CHECKING:
-    from longrecall.runners.schema import Arm
+    from rich.console import Console
+
+    from longrecall.runners.schema import Arm, PatchSet
 
 FAIL_ON = ("culprit", "inconclusive")
 
@@ -28,6 +32,9 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of conversations and order.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe of the conversations: a name or a TOML file.")] = "reference",
     only: Annotated[list[str] | None, typer.Option(help="Run this patch (and the controls); may be repeated.")] = None,
+    design: Annotated[
+        str | None, typer.Option(help="Serve combinations: screen, oat, oat+loo, factorial or bisect.")
+    ] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Builds asked at once. Default: one per core.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads per server. Default: cores / parallel.")] = None,
     servers_at_once: Annotated[
@@ -73,6 +80,8 @@ def evaluate(
 
     progress = Progress(Console(stderr=True), quiet=quiet)
     try:
+        if design is not None:
+            patchset, only = write_combinations(patchset, design, only or [], runs_dir, progress.note), None
         options = Options(
             patchset=patchset,
             rungs=parse_rungs(rungs),
@@ -109,6 +118,8 @@ def evaluate(
         raise fail(_message(problem), 3) from None
     if not quiet:
         print_summary(outcome.report, progress.console)
+        if design is not None:
+            print_design(outcome.run_dir, progress.console)
         progress.console.print(f"\n{outcome.run_dir}/report.html", soft_wrap=True, highlight=False)
     for build_id, message in outcome.gone.items():
         typer.echo(f"longrecall: error: build {build_id} is incomplete: {message}", err=True)
@@ -116,6 +127,45 @@ def evaluate(
     line = summary_line(outcome.run_dir, outcome.report)
     typer.echo(json.dumps(line, separators=(",", ":")))
     raise typer.Exit(code)
+
+
+def write_combinations(
+    patchset: Path, design: str, only: Sequence[str], runs_dir: Path, note: Callable[[str], None]
+) -> Path:
+    """The patchset of a design over the suspects, in a folder of its own; patches that conflict are named here."""
+    from longrecall.evals.design_patchset import with_suspects, write_design
+    from longrecall.evals.designs import DESIGNS
+    from longrecall.runners.engines import engine_of
+    from longrecall.runners.patchset import load_patchset
+
+    if design not in DESIGNS:
+        raise ValueError(f"--design {design}: choose one of {', '.join(DESIGNS)}")
+    loaded = load_patchset(patchset)
+    engine_of(loaded)
+    root = base_root(loaded)
+    path = runs_dir / "designs" / f"{patchset.stem}-{design.replace('+', '-')}.toml"
+    made = write_design(with_suspects(loaded, only), DESIGNS[design], path, root=root)
+    note(f"design {design}: {', '.join(c.build_id for c in made)}")
+    return path
+
+
+def base_root(patchset: "PatchSet") -> Path:
+    """The folder that the diffs of an engine with a source of its own apply to."""
+    from longrecall.runners.builds import cache_dir
+    from longrecall.runners.engines import engine_of
+
+    return engine_of(patchset).base_source(patchset, cache_dir() / "builds").root
+
+
+def print_design(run_dir: Path, console: "Console") -> None:
+    """Who loses alone, only together, or masked; a run too small to be read says so."""
+    from longrecall.evals.design_report import read_design
+
+    try:
+        for sentence in read_design(run_dir).sentences:
+            console.print(f"  {sentence}", soft_wrap=True, highlight=False)
+    except ValueError as problem:
+        console.print(f"  design: {problem}", soft_wrap=True, highlight=False)
 
 
 def parse_rungs(text: str) -> tuple[int, ...]:

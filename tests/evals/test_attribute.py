@@ -16,7 +16,7 @@ from longrecall.evals.attribute import (
     load_observations,
     next_arm,
     observe,
-    observe_cache_arms,
+    observe_client_arm,
 )
 from longrecall.evals.calibration import attribution_table
 from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, level_log_density
@@ -314,15 +314,16 @@ def test_arms_are_not_themselves_suspects(tmp_path):
 
 def test_loss_that_is_gone_in_the_cold_arm_is_cache_reuse():
     lost = {"leak": (0.2, 0.6, 0.8)}
-    warm, cold = cells(lost), cells({"leak": (0.0, 0.0, 0.0)}, seed=1)
-    found = observe_cache_arms(warm, cold, "base", "leak")
+    warm, cold = cells(lost), dataclasses.replace(cells({"leak": (0.0, 0.0, 0.0)}, seed=1), arm="cold")
+    found = observe_client_arm(warm, cold, "base", "leak")
     assert found.estimate == pytest.approx(1.0, abs=0.15) and found.feature == "cache_off_recovers"
     fits = attribute(warm, "base", "leak", onset=512, more=[dataclasses.replace(found, patch="leak")]).causes
     assert family_probabilities(fits)["cache/transfer"] == max(family_probabilities(fits).values())
-    same = observe_cache_arms(warm, warm, "base", "leak")
+    same = observe_client_arm(warm, dataclasses.replace(warm, arm="concat"), "base", "leak")
+    assert same.feature == "concat_recovers"
     assert abs(same.estimate) < 0.05
-    assert observe_cache_arms(warm, cells(lost, conversations=10), "base", "leak") is None
-    assert observe_cache_arms(cold, warm, "base", "leak") is None  # no loss with reuse
+    assert observe_client_arm(warm, cells(lost, conversations=10), "base", "leak") is None
+    assert observe_client_arm(cold, warm, "base", "leak") is None  # no loss with reuse
 
 
 def test_command_reads_the_cold_arm_of_the_same_run(tmp_path):

@@ -166,6 +166,22 @@ def test_branches_of_a_history_decode_as_if_alone(fp32: ReferenceModel, text: li
         assert divergence(run(fp32, text[:100] + tail + [token])[-1:], logits[None]) < 1e-4
 
 
+def test_dense_decode_answers_as_sparse_decode_does_and_without_its_kernel(
+    fp32: ReferenceModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = fp32.new_cache()
+    fp32.prefill([Chunk(tokens=text[:110], cache=history, logits="none")])
+    sparse = fp32.decode([text[110]] * 2, [history.fork(110), history.fork(109)])
+
+    def broken(*_: object, **__: object) -> None:
+        raise AssertionError("the sparse kernel was called")
+
+    monkeypatch.setattr(model, "sparse_decode", broken)
+    monkeypatch.setattr(fp32, "decode_backend", "dense")
+    dense = fp32.decode([text[110]] * 2, [history.fork(110), history.fork(109)])
+    assert divergence(sparse, dense) < 1e-5
+
+
 def test_split_size_of_the_decode_kernel_changes_nothing_but_rounding(
     fp32: ReferenceModel, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
