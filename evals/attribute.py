@@ -312,9 +312,8 @@ def next_arm(fits: Sequence[CauseFit], measured: Iterable[str], *, unavailable: 
 def _mutual_information(joint: Floats) -> float:
     p = joint / joint.sum()
     rows, columns = p.sum(axis=1, keepdims=True), p.sum(axis=0, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(p > 0, p * np.log2(p / (rows * columns)), 0.0)
-    return float(terms.sum())
+    seen = p > 1e-12  # products of much smaller ones underflow
+    return float(np.sum(p[seen] * np.log2(p[seen] / (rows * columns)[seen])))
 
 
 def length_dependent_share(

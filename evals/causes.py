@@ -85,7 +85,7 @@ FEATURES: dict[str, Feature] = {
             name="cache_off_recovers",
             question="Does recall come back when no prefix is reused?",
             how="serve base and patch with the prefix cache disabled (arm cold)",
-            cost=12.0,
+            cost=6.0,
         ),
         Feature(
             name="concat_recovers",
@@ -165,6 +165,18 @@ FEATURES: dict[str, Feature] = {
             how="in-process: relative error of the stored rows on the base's inputs",
             cost=0.3,
         ),
+        Feature(
+            name="selection_shift",
+            question="Does the indexer select other entries for the same inputs?",
+            how="in-process: share of the base's selection that is lost on the base's own inputs",
+            cost=0.3,
+        ),
+        Feature(
+            name="decode_shift",
+            question="Does decode compute another distribution than prefill, on the same cache?",
+            how="in-process: total variation between the two at the same positions, beyond the base's",
+            cost=0.3,
+        ),
     )
 }
 
@@ -192,9 +204,6 @@ _INDEX = {
     "decode_kl": "none",
     "age": "none",
     "reuse_changed": "none",
-    "scale_exponent": "none",
-    "mhc_shift": "none",
-    "kv_shift": "none",
 }
 _SCALING = {
     "growth": "any",
@@ -211,9 +220,6 @@ _SCALING = {
     "experts_changed": "some",
     "age": "none",
     "reuse_changed": "none",
-    "scale_exponent": "large",
-    "mhc_shift": "none",
-    "kv_shift": "none",
 }
 _SERVED_ALIKE: dict[str, str] = {
     "topk_recovers": "none",
@@ -223,14 +229,18 @@ _SERVED_ALIKE: dict[str, str] = {
     "chunk_recovers": "none",
     "age": "none",
     "reuse_changed": "none",
-    "scale_exponent": "none",
 }
 """Of the causes that no intervention takes away."""
 
 
+IN_PROCESS = ("scale_exponent", "mhc_shift", "kv_shift", "selection_shift", "decode_shift")
+"""Features of a build's own parts on the base's activations: a fault shows in the part that it is in, in no other."""
+_PARTS = dict.fromkeys(IN_PROCESS, "none")
+
+
 def _cause(name: str, family: str, title: str, *parts: dict[str, str], **levels: str) -> Cause:
     merged: dict[str, Level] = {}
-    for part in (*parts, levels):
+    for part in (_PARTS, *parts, levels):
         for feature, level in part.items():
             if feature not in FEATURES or level not in LEVELS:
                 raise ValueError(f"cause {name}: {feature} = {level} is not a feature and a level")
@@ -248,6 +258,7 @@ CAUSES: tuple[Cause, ...] = (
         growth="some",
         selection_chance="small",
         unrepeatable="none",
+        selection_shift="some",
     ),
     _cause(
         "index-key-transform",
@@ -259,6 +270,7 @@ CAUSES: tuple[Cause, ...] = (
         indexer_topk_changed="large",
         selection_chance="large",
         unrepeatable="none",
+        selection_shift="some",
     ),
     _cause(
         "topk-selection",
@@ -269,6 +281,7 @@ CAUSES: tuple[Cause, ...] = (
         growth="some",
         selection_chance="any",
         unrepeatable="some",
+        selection_shift="some",
     ),
     _cause(
         "routed-scaling",
@@ -277,6 +290,7 @@ CAUSES: tuple[Cause, ...] = (
         _SCALING,
         short="large",
         long="large",
+        scale_exponent="large",
     ),
     _cause(
         "routed-scaling-hash-layers",
@@ -285,6 +299,7 @@ CAUSES: tuple[Cause, ...] = (
         _SCALING,
         short="some",
         long="some",
+        scale_exponent="large",
     ),
     _cause(
         "mhc-precision",
@@ -300,7 +315,6 @@ CAUSES: tuple[Cause, ...] = (
         selection_chance="small",
         decode_kl="none",
         mhc_shift="small",
-        kv_shift="none",
     ),
     _cause(
         "mhc-broken",
@@ -315,7 +329,6 @@ CAUSES: tuple[Cause, ...] = (
         unrepeatable="none",
         decode_kl="none",
         mhc_shift="some",
-        kv_shift="none",
     ),
     _cause(
         "decode-kernel",
@@ -337,9 +350,7 @@ CAUSES: tuple[Cause, ...] = (
         decode_kl="large",
         age="none",
         reuse_changed="none",
-        scale_exponent="none",
-        mhc_shift="none",
-        kv_shift="none",
+        decode_shift="some",
     ),
     _cause(
         "cache-reuse",
@@ -354,9 +365,6 @@ CAUSES: tuple[Cause, ...] = (
         cache_off_recovers="large",
         chunk_recovers="none",
         decode_kl="none",
-        scale_exponent="none",
-        mhc_shift="none",
-        kv_shift="none",
     ),
     _cause(
         "compressor-tail",
@@ -372,8 +380,9 @@ CAUSES: tuple[Cause, ...] = (
         residue="some",
         decode_kl="any",
         age="none",
-        scale_exponent="none",
-        mhc_shift="none",
+        reuse_changed="none",
+        selection_shift="any",
+        kv_shift="any",
     ),
     _cause(
         "chunked-prefill",
@@ -390,9 +399,7 @@ CAUSES: tuple[Cause, ...] = (
         chunk_recovers="large",
         decode_kl="none",
         age="none",
-        scale_exponent="none",
-        mhc_shift="none",
-        kv_shift="none",
+        reuse_changed="none",
     ),
     _cause(
         "kv-format",
@@ -407,7 +414,6 @@ CAUSES: tuple[Cause, ...] = (
         indexer_topk_changed="small",
         selection_chance="none",
         unrepeatable="none",
-        mhc_shift="none",
         kv_shift="some",
     ),
     _cause(
@@ -423,8 +429,6 @@ CAUSES: tuple[Cause, ...] = (
         unrepeatable="none",
         decode_kl="none",
         reuse_changed="any",
-        mhc_shift="none",
-        kv_shift="none",
     ),
     _cause(
         "context-cut",
@@ -439,8 +443,6 @@ CAUSES: tuple[Cause, ...] = (
         unrepeatable="none",
         decode_kl="none",
         reuse_changed="some",
-        mhc_shift="none",
-        kv_shift="none",
     ),
 )
 

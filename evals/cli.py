@@ -215,7 +215,8 @@ def _serve_next(runs: list[Path], found: "Sequence[Attribution]", *, dry_run: bo
     """Write the patchset of the first open attribution's next arm, serve it as a campaign, and attribute again."""
     import subprocess
 
-    from longrecall.evals.next_arm import IN_PROCESS, write_next_patchset
+    from longrecall.evals.causes import IN_PROCESS
+    from longrecall.evals.next_arm import write_next_patchset
     from longrecall.evals.scores_file import ScoresError
 
     wanted = next((a for a in found if a.next_arm is not None), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.evals.attribute import AGAIN, ARMS, REPAIRS
+from longrecall.evals.causes import IN_PROCESS
 from longrecall.evals.schema import NextArm
 from longrecall.evals.scores_file import ScoresError
 
@@ -53,17 +54,15 @@ ARM_SETTINGS: dict[str, dict[str, ArmSettings]] = {
 repeated until selection is the identity at every rung; SGLang's kernels are compiled for 512, 1024 and 2048."""
 
 
-IN_PROCESS = frozenset(
-    {"indexer_topk_changed", "selection_chance", "decode_kl", "scale_exponent", "mhc_shift", "kv_shift"}
-)
-"""Features measured on the builds' own code without a server, all at once; here for the reference build."""
+SEEN_BY_HAND = {"indexer_topk_changed", "selection_chance", "experts_changed", "decode_kl"}
+"""Features that a server tells when asked for them; given as observations (`make h200` measures them on SGLang)."""
 
 
 def unavailable(engine: str) -> set[str]:
     """Features that this engine's command line cannot give; they can still be supplied as observations."""
     given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
     given |= ASKED_OTHERWISE
-    return (set(ARMS.values()) - given) | (set() if engine == "reference" else IN_PROCESS) | {"experts_changed"}
+    return (set(ARMS.values()) - given) | (set() if engine == "reference" else set(IN_PROCESS)) | SEEN_BY_HAND
 
 
 def suffixes_of(feature: str, engine: str) -> tuple[str, ...]:

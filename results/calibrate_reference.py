@@ -119,6 +119,11 @@ class ReferenceCalibration:
         return enough and not self.of("exonerated") and not any(f.verdict == "culprit" for f in self.harmless)
 
 
+def drawing_order(seed: int) -> list[ReferenceFault]:
+    """The catalogue in the random order in which faults are drawn from it."""
+    return random.Random(f"faults/{seed}").sample(FAULTS, len(FAULTS))
+
+
 def write_catalogue(folder: Path) -> Path:
     """The catalogue as a patchset with its diffs; raises FaultEditError when the source has moved under an edit."""
     (folder / "faults").mkdir(parents=True, exist_ok=True)
@@ -152,10 +157,11 @@ def calibrate_reference(options: ReferenceOptions, watcher: Watcher) -> Referenc
     patchset = write_catalogue(folder)
     run = _serve(options, patchset, folder / "catalogue", options.conversations, watcher)
     verdicts = {fault.name: judge_alone(run, fault.name) for fault in FAULTS}
-    costly = [f for f in FAULTS if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
-    n = min(options.faults, len(costly))
-    drawn = random.Random(f"faults/{options.seed}").sample([f.name for f in costly], n)
-    watcher.note(f"{len(costly)} of {len(FAULTS)} faults cost {100 * LEAST_LOSS:.0f} points or more; {n} are drawn")
+    costly = [f.name for f in drawing_order(options.seed) if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
+    drawn = costly[: options.faults]
+    watcher.note(
+        f"{len(costly)} of {len(FAULTS)} faults cost {100 * LEAST_LOSS:.0f} points or more; {len(drawn)} are drawn"
+    )
     ladder = attribute_patches([run], drawn, in_process=False, not_next=NOT_SERVED)
     runs, asked = [run], {name: list[str]() for name in drawn}
     open_ = [a.patch for a in ladder if a.next_arm is not None]
