@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from longrecall.evals.schema import Attribution
+    from longrecall.results.calibrate_reference import ReferenceOptions
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -366,7 +367,8 @@ def calibrate(
     only: Annotated[list[str] | None, typer.Option(help="type1, exonerate, power, campaign, attribution.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Serve known faults instead of simulating.")] = False,
-    faults: Annotated[int, typer.Option(min=1, help="With --reference: faults drawn from the catalogue.")] = 20,
+    faults: Annotated[int, typer.Option(min=1, help="With --reference: faults drawn from the catalogue.")] = 26,
+    conversations: Annotated[int, typer.Option(min=4, help="With --reference: conversations per fault.")] = 12,
     folder: Annotated[Path, typer.Option(help="With --reference: where it is kept, and goes on.")] = Path(
         "results/runs/calibration-reference"
     ),
@@ -375,7 +377,7 @@ def calibrate(
     """Measure the error rates of the verdicts by simulation, beside those of tests that are not used and why.
 
     longrecall calibrate --reps 200 --only type1 --only exonerate
-    longrecall calibrate --reference --faults 20
+    longrecall calibrate --reference --faults 26
 
     With --reference known faults are put into the reference build as real diffs, served, judged and attributed.
 
@@ -384,7 +386,12 @@ def calibrate(
     from longrecall.evals.calibration import TABLES, run_calibration
 
     if reference:
-        _calibrate_reference(folder, faults, seed, servers_at_once, as_json=as_json)
+        from longrecall.results.calibrate_reference import ReferenceOptions
+
+        options = ReferenceOptions(
+            folder=folder, faults=faults, seed=seed, conversations=conversations, servers_at_once=servers_at_once
+        )
+        _calibrate_reference(options, as_json=as_json)
         return
     wanted = list(only) if only else list(TABLES)
     unknown = sorted(set(wanted) - set(TABLES))
@@ -399,13 +406,12 @@ def calibrate(
         raise typer.Exit(3)
 
 
-def _calibrate_reference(folder: Path, faults: int, seed: int, servers_at_once: int | None, *, as_json: bool) -> None:
+def _calibrate_reference(options: "ReferenceOptions", *, as_json: bool) -> None:
     from rich.console import Console
 
-    from longrecall.results.calibrate_reference import ReferenceOptions, calibrate_reference, report_lines
+    from longrecall.results.calibrate_reference import calibrate_reference, report_lines
     from longrecall.results.progress import Progress
 
-    options = ReferenceOptions(folder=folder, faults=faults, seed=seed, servers_at_once=servers_at_once)
     try:
         result = calibrate_reference(options, Progress(Console(stderr=True), quiet=False))
     except ValueError as error:

@@ -1,7 +1,7 @@
 """`longrecall calibrate --reference`: known faults in a real model, served, judged and attributed; how often rightly?
 
-    catalogue   runners/reference/faults.py as a patchset of real diffs, served and asked like any `longrecall eval`
-    drawn       at random among the faults that cost recall here; the others must not be convicted, and are told apart
+    drawn       at random from runners/reference/faults.py, a patchset of real diffs, served like any `longrecall eval`
+    sorted      those that cost recall here are attributed; the others must not be convicted, and are told apart
     judged      each as the one patch of a campaign with base, base again and the positive control
     attributed  from the ladder, then with the arms that attribution asks for, served in rounds
 
@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -47,8 +47,8 @@ kind = "keys"
 count = 5
 distractors = 5
 """
-CONTROL = "base--scaling-1"
-"""The base with a routed scaling factor of 1: the positive control, and an arm of attribution at the same time."""
+CONTROL, OTHER_CONTROL = "scaling-twice-hash", "scaling-twice"
+"""Faults of the catalogue that are known-bad builds in the judgement of all others, and of the first."""
 NOT_SERVED = ("residue", "unrepeatable")
 """Arms that cost more than the rest together; 20 faults are told apart without them, or not at all."""
 
@@ -58,7 +58,8 @@ class ReferenceOptions:
     """What `longrecall calibrate --reference` was asked for."""
 
     folder: Path = Path("results/runs/calibration-reference")
-    faults: int = 20
+    faults: int = 26
+    """Drawn; about one in five costs nothing on this model."""
     seed: int = 0
     conversations: int = 12
     arm_conversations: int = 4
@@ -100,8 +101,7 @@ class ReferenceCalibration:
     base_recall: tuple[float | None, ...]
     drawn: tuple[FaultResult, ...]
     harmless: tuple[FaultResult, ...]
-    """Faults of the catalogue that cost less than LEAST_LOSS."""
-    not_drawn: tuple[FaultResult, ...]
+    """Faults drawn that cost less than LEAST_LOSS."""
     served_tokens: int
     """Prompt tokens computed, over all builds and arms."""
     replies: int
@@ -119,26 +119,24 @@ class ReferenceCalibration:
         return enough and not self.of("exonerated") and not any(f.verdict == "culprit" for f in self.harmless)
 
 
-def drawing_order(seed: int) -> list[ReferenceFault]:
-    """The catalogue in the random order in which faults are drawn from it."""
-    return random.Random(f"faults/{seed}").sample(FAULTS, len(FAULTS))
+def draw_faults(n: int, seed: int) -> list[ReferenceFault]:
+    """n faults of the catalogue at random, and the two controls."""
+    order = random.Random(f"faults/{seed}").sample(FAULTS, len(FAULTS))
+    return order[:n] + [f for f in order[n:] if f.name in (CONTROL, OTHER_CONTROL)]
 
 
-def write_catalogue(folder: Path) -> Path:
-    """The catalogue as a patchset with its diffs; raises FaultEditError when the source has moved under an edit."""
+def write_catalogue(folder: Path, faults: Sequence[ReferenceFault]) -> Path:
+    """Faults as a patchset with its diffs; raises FaultEditError when the source has moved under an edit."""
     (folder / "faults").mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(RECIPE, encoding="utf-8")
-    override = json.dumps(["--json-model-override-args", '{"routed_scaling_factor": 1.0}'])
     lines = [
         'name = "calibration"',
         'engine = "reference"',
         f"margin = {MARGIN}",
         f"onset_tokens = {ONSET_TOKENS}",
         f'args = ["--index-topk", "{ONSET_TOKENS}", "--max-running-requests", "64", "--prefix-cache-mb", "320"]',
-        *("", "[[patch]]", f'id = "{CONTROL}"', 'title = "The routed scaling factor set to 1"'),
-        *('role = "positive-control"', f"args = {override}", 'changes = ["routed_scaling_factor"]'),
     ]
-    for fault in FAULTS:
+    for fault in faults:
         path = folder / "faults" / f"{fault.name}.diff"
         path.write_text(fault_diff(fault, ROOT), encoding="utf-8")
         lines += ["", "[[patch]]", f"id = {json.dumps(fault.name)}", f"title = {json.dumps(fault.title)}"]
@@ -154,14 +152,12 @@ def calibrate_reference(options: ReferenceOptions, watcher: Watcher) -> Referenc
     Writes calibration.json into the folder.
     """
     folder = options.folder
-    patchset = write_catalogue(folder)
+    served = draw_faults(options.faults, options.seed)
+    patchset = write_catalogue(folder, served)
     run = _serve(options, patchset, folder / "catalogue", options.conversations, watcher)
-    verdicts = {fault.name: judge_alone(run, fault.name) for fault in FAULTS}
-    costly = [f.name for f in drawing_order(options.seed) if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
-    drawn = costly[: options.faults]
-    watcher.note(
-        f"{len(costly)} of {len(FAULTS)} faults cost {100 * LEAST_LOSS:.0f} points or more; {len(drawn)} are drawn"
-    )
+    verdicts = {fault.name: judge_alone(run, fault.name) for fault in served}
+    drawn = [f.name for f in served[: options.faults] if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
+    watcher.note(f"{len(drawn)} of the faults drawn cost {100 * LEAST_LOSS:.0f} points or more")
     ladder = attribute_patches([run], drawn, in_process=False, not_next=NOT_SERVED)
     runs, asked = [run], {name: list[str]() for name in drawn}
     open_ = [a.patch for a in ladder if a.next_arm is not None]
@@ -204,8 +200,17 @@ def _serve(options: ReferenceOptions, patchset: Path, run_dir: Path, conversatio
 
 
 def judge_alone(run: StoredRun, patch: str) -> tuple[Verdict, tuple[Comparison, ...]]:
-    """The verdict of one fault as if it had been the only patch of the campaign, with its comparisons."""
-    builds = [b for b in run.builds if b.build_id == patch or b.role != "suspect"]
+    """The verdict of one fault as if it had been the only patch of the campaign, with its comparisons.
+
+    The positive control is CONTROL, or OTHER_CONTROL where that is the fault in question.
+    """
+    control = OTHER_CONTROL if patch == CONTROL else CONTROL
+    roles = {patch: "suspect", control: "positive-control"}
+    builds = [
+        replace(b, role=roles.get(b.build_id, b.role))  # type: ignore[arg-type]
+        for b in run.builds
+        if b.build_id in roles or b.role in ("base", "aa")
+    ]
     rows = run.scores.filter(pc.is_in(run.scores["build_id"], pa.array([b.build_id for b in builds])))
     judgement = judge(rows, builds, rungs=run.rungs, config=run.config, order=run.order, secondary=False)
     verdict = next(v for v in judgement.verdicts if v.patch == patch)
@@ -260,7 +265,7 @@ def summarise(
             sentence=attribution.sentence if attribution else verdict.reason,
         )
 
-    made = {fault.name: result(fault) for fault in FAULTS}
+    made = {fault.name: result(fault) for fault in FAULTS if fault.name in verdicts}
     first = next(iter(verdicts.values()))[1]
     rest = [f for f in made.values() if f.name not in by_patch]
     return ReferenceCalibration(
@@ -270,7 +275,6 @@ def summarise(
         base_recall=tuple(c.recall_baseline for c in first if c.rung is not None),
         drawn=tuple(made[a.patch] for a in found),
         harmless=tuple(f for f in rest if worst_loss(verdicts[f.name][1]) < LEAST_LOSS),
-        not_drawn=tuple(f for f in rest if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS),
         served_tokens=sum(_computed_tokens(run.scores) for run in runs),
         replies=sum(run.scores.num_rows for run in runs),
     )
@@ -314,8 +318,8 @@ def report_lines(result: ReferenceCalibration) -> list[str]:
     ]
     harmed = sum(f.verdict == "culprit" for f in result.harmless)
     lines = [
-        f"{n} faults drawn (seed {result.seed}); {result.conversations} conversations, prompts of {rungs} tokens, base"
-        f" recall {base} %.",
+        f"{n + len(result.harmless)} faults drawn (seed {result.seed}), {n} of them cost recall;"
+        f" {result.conversations} conversations, prompts of {rungs} tokens, base recall {base} %.",
         "",
         f"- attributed to the right cause: {result.n_right} of {n} [{low:.2f}, {high:.2f}] (bar: {math.ceil(0.9 * n)})",
         f"- by the two rungs alone: {sum(bool(f.right_from_ladder) for f in result.drawn)} of {n}",
@@ -331,6 +335,4 @@ def report_lines(result: ReferenceCalibration) -> list[str]:
         *head,
         *(row(f) for f in result.harmless),
     ]
-    if result.not_drawn:
-        lines += ["", "Costly faults that were not drawn:", "", *head, *(row(f) for f in result.not_drawn)]
     return lines

@@ -55,9 +55,17 @@ _KEYS_OUT = "        return fake_quantize(k, KEY_FORMAT)\n"
 _QUERIES_OUT = "        return fake_quantize(q, KEY_FORMAT), weights\n"
 _SELECT = "        return index_topk(q, keys, weights, self.topk, visible=visible)\n"
 _APPLIED = "apply_routed_scaling_factor_on_output=False"
-_HASH_FALSE = f'weights["topk.tid2eid"],\n                routed_scaling_factor=config.routed_scaling_factor,\n                {_APPLIED}'
-_OTHER_FALSE = f"config.scoring_func,\n                routed_scaling_factor=config.routed_scaling_factor,\n                {_APPLIED}"
+_GIVEN = f",\n                routed_scaling_factor=config.routed_scaling_factor,\n                {_APPLIED}"
+_HASH_FALSE = f'weights["topk.tid2eid"]{_GIVEN}'
+_OTHER_FALSE = f"config.scoring_func{_GIVEN}"
 _FACTOR = "        self.routed_scaling_factor = config.routed_scaling_factor\n        self.gate_weight"
+_HASH_LAYER = "layer_id < config.num_hash_layers"
+_QUERIES = "        q = F.linear(h, self.wq).float().view(-1, self.n_heads, self.head_dim)\n"
+_LONG = "        if len(keys) > 512:\n            keys = keys.clone()\n"
+_FORK = "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n"
+_BLOCK = "                block = sequence.cache.base or sequence.cache.tail\n"
+_ROUND = "    post, comb = (x.to(torch.float8_e5m2).float() for x in (post, comb))\n"
+_QK = "        q, k = qk[:, :heads], qk[:, heads]\n"
 _OUT = "            yield routed.add_(shared).mul_(scale).mul_(self.norm_weight)\n"
 _COEFFICIENTS = "    comb = sinkhorn(logits[:, n:].reshape(-1, n, n), sinkhorn_steps, eps)\n"
 _ATTEND = "        partial = attend_splits(q, k, v, indices, scale=scale, split_size=split_size)\n"
@@ -84,22 +92,24 @@ FAULTS: tuple[ReferenceFault, ...] = (
     _fault(
         "query-heads-permuted", "index keys", "Index queries are laid out head-last and read head-first",
         Edit(
-            _INDEXER, "        q = F.linear(h, self.wq).float().view(-1, self.n_heads, self.head_dim)\n",
-            "        q = F.linear(h, self.wq).float().view(-1, self.head_dim, self.n_heads).transpose(1, 2).contiguous()\n",
+            _INDEXER, _QUERIES,
+            _QUERIES.replace(
+                "self.n_heads, self.head_dim)", "self.head_dim, self.n_heads).transpose(1, 2).contiguous()"
+            ),
         ),
     ),
     _fault(
         "stale-pages", "index keys", "Index pages of long sequences still hold another request's keys",
         Edit(
             _INDEXER, _SELECT,
-            "        if len(keys) > 512:\n            keys = keys.clone()\n            keys[:320] = keys[320:640].mean(0)\n" + _SELECT,
+            _LONG + "            keys[:320] = keys[320:640].mean(0)\n" + _SELECT,
         ),
     ),
     _fault(
         "candidates-truncated", "index keys", "The candidate buffer keeps the latest 512 keys only",
         Edit(
             _INDEXER, _SELECT,
-            "        if len(keys) > 512:\n            keys = keys.clone()\n            keys[:-512] = float(\"nan\")\n" + _SELECT,
+            _LONG + "            keys[:-512] = float(\"nan\")\n" + _SELECT,
         ),
     ),
     _fault(
@@ -129,11 +139,11 @@ FAULTS: tuple[ReferenceFault, ...] = (
     ),
     _fault(
         "scaling-missing-hash", "routed scaling", "Nobody applies the factor in the hash-routed layers",
-        Edit(_MOE, _FACTOR, "        self.routed_scaling_factor = 1.0 if layer_id < config.num_hash_layers else config.routed_scaling_factor\n        self.gate_weight"),
+        Edit(_MOE, _FACTOR, _FACTOR.replace("= config", f"= 1.0 if {_HASH_LAYER} else config")),
     ),
     _fault(
         "scaling-missing-other", "routed scaling", "Nobody applies the factor behind the hash-routed layers",
-        Edit(_MOE, _FACTOR, "        self.routed_scaling_factor = config.routed_scaling_factor if layer_id < config.num_hash_layers else 1.0\n        self.gate_weight"),
+        Edit(_MOE, _FACTOR, _FACTOR.replace("factor\n", f"factor if {_HASH_LAYER} else 1.0\n")),
     ),
     _fault(
         "shared-scaled", "routed scaling", "The shared expert is multiplied by the factor as well",
@@ -146,10 +156,10 @@ FAULTS: tuple[ReferenceFault, ...] = (
     # hyper-connections: act at every length, and under no intervention less
     _fault(
         "mhc-fp4", "MHC", "Mixing coefficients rounded to a mantissa of two bits after the Sinkhorn steps",
-        Edit(_MIXING, _COEFFICIENTS, _COEFFICIENTS + "    post, comb = (x.to(torch.float8_e5m2).float() for x in (post, comb))\n"),
+        Edit(_MIXING, _COEFFICIENTS, _COEFFICIENTS + _ROUND),
     ),
     _fault(
-        "mhc-sinkhorn-skipped", "MHC", "The mixing matrix is used before the Sinkhorn steps made it doubly stochastic",
+        "mhc-sinkhorn-skipped", "MHC", "The mixing matrix is used before the Sinkhorn steps",
         Edit(_MIXING, _COEFFICIENTS, "    comb = logits[:, n:].reshape(-1, n, n).softmax(-1)\n"),
     ),
     _fault(
@@ -184,20 +194,24 @@ FAULTS: tuple[ReferenceFault, ...] = (
     ),
     # prefix cache: only when something is reused
     _fault(
-        "cache-page-rounded-up", "cache/transfer", "A prefix is matched by pages of 64: its last page is another request's",
-        Edit(_PREFIX, _ENTRY, "        length = min(-(-length // 64) * 64, len(tokens), entry.cache.length)\n" + _ENTRY),
+        "cache-page-rounded-up", "cache/transfer", "A prefix is matched by pages of 64: the last is another request's",
+        Edit(
+            _PREFIX, _ENTRY,
+            "        length = min(-(-length // 64) * 64, len(tokens), entry.cache.length)\n" + _ENTRY,
+        ),
     ),
     _fault(
-        "cache-first-page-hash", "cache/transfer", "A prefix is looked up by the hash of its first page: another conversation's answers",
-        Edit(_PREFIX, _ENTRY, "        if length >= 32:\n            length = min(len(tokens), entry.cache.length)\n" + _ENTRY),
+        "cache-first-page-hash", "cache/transfer", "A prefix is looked up by the hash of its first page alone",
+        Edit(
+            _PREFIX, _ENTRY,
+            "        if length >= 32:\n            length = min(len(tokens), entry.cache.length)\n" + _ENTRY,
+        ),
     ),
     _fault(
         "cache-pages-zeroed", "cache/transfer", "Pages of a reused prefix were freed and cleared",
         Edit(
-            _ENGINE, "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n",
-            "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n"
-            "            if cached > 96:\n"
-            "                block = sequence.cache.base or sequence.cache.tail\n"
+            _ENGINE, _FORK,
+            _FORK + "            if cached > 96:\n" + _BLOCK +
             "                for rows in (block.k, block.v):\n"
             "                    rows[:, 32:96] = 0\n",
         ),
@@ -205,10 +219,8 @@ FAULTS: tuple[ReferenceFault, ...] = (
     _fault(
         "cache-window-shifted", "cache/transfer", "Values of a reused prefix are read one page off",
         Edit(
-            _ENGINE, "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n",
-            "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n"
-            "            if cached > 192 and not hasattr(match.cache, \"shifted\"):\n"
-            "                block = sequence.cache.base or sequence.cache.tail\n"
+            _ENGINE, _FORK,
+            _FORK + "            if cached > 192 and not hasattr(match.cache, \"shifted\"):\n" + _BLOCK +
             "                block.v[:, 64:192] = block.v[:, 65:193].clone()\n"
             "                match.cache.shifted = True\n",
         ),
@@ -216,14 +228,18 @@ FAULTS: tuple[ReferenceFault, ...] = (
     # the prompt the model sees is not the one that was sent
     _fault(
         "context-cut", "template", "The engine keeps the last 512 tokens of a prompt and says nothing",
-        Edit(_ENGINE, _TOKENS, "        self.tokens: Tokens = np.asarray(request.token_ids[:1] + request.token_ids[1:][-511:], dtype=np.int32)\n"),
+        Edit(
+            _ENGINE, _TOKENS,
+            _TOKENS.replace("request.token_ids", "request.token_ids[:1] + request.token_ids[1:][-511:]"),
+        ),
         Edit(_ENGINE, _HELD, _HELD_CUT),
     ),
     _fault(
         "context-middle-dropped", "template", "The engine drops the middle of long prompts and says nothing",
         Edit(
             _ENGINE, _TOKENS,
-            "        kept = request.token_ids if len(request.token_ids) <= 640 else request.token_ids[:64] + request.token_ids[-512:]\n"
+            "        kept = request.token_ids if len(request.token_ids) <= 640 else "
+            "request.token_ids[:64] + request.token_ids[-512:]\n"
             "        self.tokens: Tokens = np.asarray(kept, dtype=np.int32)\n",
         ),
         Edit(_ENGINE, _HELD, _HELD_CUT),
@@ -232,9 +248,8 @@ FAULTS: tuple[ReferenceFault, ...] = (
     _fault(
         "kv-fp4", "attention KV", "Attention keys and values stored in fp4",
         Edit(
-            _MODEL, "        q, k = qk[:, :heads], qk[:, heads]\n",
-            "        q, k = qk[:, :heads], qk[:, heads]\n"
-            "        from longrecall.kernels.indexer import fake_quantize\n"
+            _MODEL, _QK,
+            _QK + "        from longrecall.kernels.indexer import fake_quantize\n"
             "        k, v = (fake_quantize(x, \"fp4\").to(x.dtype) for x in (k, v))\n",
         ),
     ),
