@@ -365,7 +365,9 @@ def attribute(
     observations = [*own, *(o for o in more if o.patch == patch)]
     fits = fit_causes(observations)
     share = length_dependent_share(cells, baseline, patch, onset=onset)
-    arm = next_arm(fits, [o.feature for o in observations], unavailable=unavailable)
+    arm = None
+    if loss_shown(observations):
+        arm = next_arm(fits, [o.feature for o in observations], unavailable=unavailable)
     return Attribution(
         patch=patch,
         causes=fits,
@@ -376,6 +378,11 @@ def attribute(
         next_arm=arm,
         sentence=_sentence(patch, observations, fits, share, arm),
     )
+
+
+def loss_shown(observations: Iterable[Observation]) -> bool:
+    """Whether recall is lost on either side of the onset, beyond its 95 % interval."""
+    return any(o.feature in ("short", "long") and o.estimate - 1.96 * o.stderr > 0 for o in observations)
 
 
 def _sentence(
@@ -395,7 +402,7 @@ def _sentence(
             told.append(f"{100 * o.estimate:.0f} % ± {196 * o.stderr:.0f} of recall is lost {where}")
     said = f"{patch}: {' and '.join(told)}"
     said += f"; {_split(seen, share)}"
-    if max(o.estimate + 2 * o.stderr for o in seen.values() if o.feature in ("short", "long")) < 0.05:
+    if not loss_shown(observations):
         return said + "; no loss to explain"
     families = family_probabilities(fits)
     standing = [f for f in sorted(families, key=lambda f: -families[f]) if families[f] >= 0.02]

@@ -26,9 +26,9 @@ from longrecall.results.words import (
 SIGNS = {"culprit": "❌", "exonerated": "✅", "within-margin": "🟡", "inconclusive": "❔"}
 
 
-def cell(text: str) -> str:
+def cell(text: str, limit: int = 400) -> str:
     """Text that cannot break out of a table cell or start Markdown or HTML."""
-    plain = " ".join(visible(text, 400).split())
+    plain = " ".join(visible(text, limit).split())
     for character in "\\`*_[]<>|#@":
         plain = plain.replace(character, f"\\{character}" if character not in "<>@" else f"&#{ord(character)};")
     return plain
@@ -99,7 +99,7 @@ def cause_parts(report: Report) -> list[str]:
     if not report.attributions:
         return []
     causes = cause_table(report)
-    told = "\n".join(f"- {cell(a.sentence)}" for a in report.attributions)
+    told = "\n".join(f"- {cell(a.sentence, 1500)}" for a in report.attributions)
     rows = [[cell(text) for text in row] for row in causes.rows]
     return ["## Why recall is lost", told, *([table(causes.heads, rows, right=[2])] if rows else [])]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
-from longrecall.evals.schema import MISSING, Attribution, Comparison, CurvePoint, Observation, Outcome, Score
+from longrecall.evals.attribute import loss_shown
+from longrecall.evals.schema import MISSING, Comparison, CurvePoint, Observation, Outcome, Score
 from longrecall.results import charts
 from longrecall.results.flips import BASE, visible
 from longrecall.results.schema import Campaign, Report
@@ -86,7 +87,7 @@ def cause_table(report: Report) -> Table:
     """Cause × (predicted, observed, in-process): of each patch that loses recall the causes that still stand."""
     rows = []
     for attribution in report.attributions:
-        if not has_loss(attribution):
+        if not loss_shown(attribution.observations):
             continue
         seen = {o.feature: o for o in attribution.observations}
         shown = set()
@@ -113,11 +114,6 @@ def cause_table(report: Report) -> Table:
 def _measured(observations: Iterable[Observation]) -> str:
     told = [f"{o.feature} {o.estimate:+.2f} ± {1.96 * o.stderr:.2f}" for o in observations]
     return ", ".join(told).replace("-", "−") or "–"
-
-
-def has_loss(attribution: Attribution) -> bool:
-    """Whether a loss was seen that the causes could explain."""
-    return any(o.feature in ("short", "long") and o.estimate - 2 * o.stderr > 0 for o in attribution.observations)
 
 
 def _tint(tone: str, share: float) -> str:

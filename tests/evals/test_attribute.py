@@ -21,7 +21,8 @@ from longrecall.evals.attribute import (
 from longrecall.evals.calibration import attribution_table
 from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, level_log_density
 from longrecall.evals.cells import make_cells
-from longrecall.evals.schema import Observation
+from longrecall.evals.next_arm import write_next_patchset
+from longrecall.evals.schema import NextArm, Observation
 from longrecall.evals.scores_file import ScoresError, read_scores_table, write_scores
 from longrecall.evals.simulate import QUIET, cells_of, draw_builds, scores_of
 from longrecall.results.main import build_app
@@ -275,17 +276,43 @@ def test_evidence_and_later_runs_settle_what_the_ladder_leaves_open(tmp_path):
 
 
 def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
-    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
     result = run_command("attribute", str(run), "--next", "--dry-run")
     assert result.exit_code == 0 and "longrecall eval" in result.stdout
     (path,) = run.glob("next-rotation-*.toml")
-    assert "--seed 0" in result.stdout and "--recipe reference" in result.stdout
+    assert (
+        "--seed 0" in result.stdout and "--recipe reference" in result.stdout and "--conversations 8" in result.stdout
+    )
     patchset = load_patchset(path)
     by_id = {p.patch_id: p for p in patchset.patches}
-    assert list(by_id) == ["rotation--topk-x2", "base--topk-x2"]
-    assert (path.parent / by_id["rotation--topk-x2"].diffs[0]).is_file()
+    suffix = next(i for i in by_id if i.startswith("rotation--")).partition("--")[2]
+    assert (path.parent / by_id[f"rotation--{suffix}"].diffs[0]).is_file()
+    arm, base = by_id[f"rotation--{suffix}"], by_id[f"base--{suffix}"]
+    assert (arm.args, arm.model_override) == (base.args, base.model_override) != ((), {})
+
+
+def arm_of(run, feature, engine):
+    path = run / "arm.toml"
+    how = NextArm(feature=feature, question="?", how="!", cost=1.0, bits=1.0, separates=())
+    write_next_patchset(run, "rotation", how, path)
+    return {p.patch_id: p for p in load_patchset(path).patches}
+
+
+def test_interventions_are_flags_of_the_reference_server(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    assert "selection" in run_command("attribute", str(run), "--next", "--dry-run").stdout  # in-process first: cheapest
+    raised = arm_of(run, "topk_recovers", "reference")
     # selection is the identity at every rung: 512 doubled until 2,048 tokens and the answer fit
-    assert by_id["rotation--topk-x2"].args == by_id["base--topk-x2"].args == ("--index-topk", "4096")
+    assert raised["rotation--topk-x2"].args == raised["base--topk-x2"].args == ("--index-topk", "4096")
+    assert arm_of(run, "decode_recovers", "reference")["base--decode-backend"].args == ("--decode-backend", "dense")
+    assert list(arm_of(run, "scaling_recovers", "reference")) == ["rotation--scaling-1", "base--scaling-1"]
+    assert list(arm_of(run, "residue", "reference")) == ["rotation"]
+    campaign = json.loads((run / "campaign.json").read_text())
+    campaign["patchset"]["model_override"] = {"routed_scaling_factor": 2.25}
+    (run / "campaign.json").write_text(json.dumps(campaign))
+    scaled = arm_of(run, "scaling_recovers", "reference")
+    assert '"routed_scaling_factor": 1.5' in scaled["rotation--scaling-sqrt"].args[1]
+    assert "base--scaling-sqrt" not in scaled and "base--scaling-1" in scaled
 
 
 @pytest.mark.parametrize(
