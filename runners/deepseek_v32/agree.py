@@ -1,6 +1,10 @@
 """Do our torch model and SGLang say the same of a checkpoint? Next-token distributions of both on planted prompts.
 
     python -m longrecall.runners.deepseek_v32.agree MODEL --out agreement.json        # serves it with the sglang here
+    python -m longrecall.runners.deepseek_v32.agree MODEL --out agreement.json --run RUN     # without a server
+
+With a run folder, the log-probabilities that its base gave the tokens it generated are held against torch's of the
+same tokens after the same prompt (fp32; the served model computes in bf16, selects by fp8 index keys).
 
 Each prompt is a campaign's own (history, question, begun answer). Reported per length: KL(torch fp32 | SGLang) over the
 whole vocabulary, the same for torch in bf16 (the noise of the number format), the largest difference of a
@@ -19,11 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from longrecall.needles.dataset import read_parquet
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
+from longrecall.results.run_folder import load_replays
 from longrecall.runners.deepseek_v32.export import load
 from longrecall.runners.deepseek_v32.model import V32Model, top_selection
+from longrecall.runners.deepseek_v32.text import END
 from longrecall.runners.divergence import Floats, dense, kl
 from longrecall.runners.h200 import ServedBuildError, Server, find_site, make_tree, post
 
@@ -131,6 +138,54 @@ def agree(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def told_of_tokens(run: Path, build: str, folder: Path, lengths: Sequence[int], per_length: int) -> dict[str, Any]:
+    """Torch against the log-probabilities stored with a run's replies."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ruler = Ruler.from_folder(folder)
+    conversations = {item.conversation_id: item for item in read_parquet(run / "conversations.parquet")}
+    model = load(folder, device).eval()
+    result: dict[str, Any] = {"run": run.name, "build": build, "lengths": {}}
+    for length in lengths:
+        replies = [
+            reply for reply in load_replays(run)
+            if reply.build_id == build and reply.rung == length and reply.response.token_logprobs
+        ]  # fmt: skip
+        replies = sorted(replies, key=lambda reply: (reply.probe_id, reply.conversation_id))
+        step = max(1, len(replies) // per_length)
+        differences, same, tokens = [], 0, 0
+        for reply in replies[::step][:per_length]:
+            conversation = conversations[reply.conversation_id]
+            ask = next(a for a in conversation.asks if a.probe_id == reply.probe_id and a.rung == length)
+            ids = ruler.encode(messages_for(conversation, ask), continue_final_message=True)
+            said = ruler.tokenizer.encode(str(reply.response.text), add_special_tokens=False).ids
+            if reply.response.finish_reason == "stop":
+                said = [*said, END]
+            stored = reply.response.token_logprobs or ()
+            if len(said) != len(stored):
+                raise ValueError(f"{run}: {reply.probe_id}: {len(stored)} log-probabilities for {len(said)} tokens")
+            mine = logprobs_of(model, ids, said, device)
+            differences += [abs(a - b) for (a, _), b in zip(mine, stored, strict=True)]
+            same += sum(best for _, best in mine)
+            tokens += len(said)
+        result["lengths"][length] = {
+            "n": min(per_length, len(replies[::step])), "tokens": tokens, "same_argmax": same / max(tokens, 1),
+            "difference_median": statistics.median(differences), "difference_max": max(differences),
+        }  # fmt: skip
+        print(json.dumps({length: result["lengths"][length]}), flush=True)
+    return result
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: V32Model, ids: Sequence[int], said: Sequence[int], device: torch.device
+) -> list[tuple[float, bool]]:
+    """Of each token said after the prompt: its log-probability, and whether it is the most likely one."""
+    tokens = torch.tensor([[*ids, *said]], device=device)
+    hidden, _ = model(tokens, select=top_selection(model.config.index_topk))
+    logs = model.lm_head(hidden[0, len(ids) - 1 : -1]).float().log_softmax(-1)
+    return [(float(row[token]), int(row.argmax()) == token) for row, token in zip(logs, said, strict=True)]
+
+
 def wait_for(server: Server) -> None:
     deadline = time.monotonic() + START_S
     while not server.healthy():
@@ -148,11 +203,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-length", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=31900)
+    parser.add_argument("--run", type=Path, help="a run folder whose stored replies are compared; nothing is served")
+    parser.add_argument("--build", default="base", help="of that run")
     parser.add_argument("--running", action="store_true", help="a server is up at --port already")
     parser.add_argument("--work", type=Path, default=Path("results/runs/agree-v32"), help="a new folder for its tree")
     options = parser.parse_args(argv)
     try:
-        result = agree(options)
+        if options.run is not None:
+            result = told_of_tokens(options.run, options.build, options.model, options.lengths, options.per_length)
+        else:
+            result = agree(options)
     except (ValueError, ServedBuildError, OSError) as problem:
         print(f"longrecall: error: {problem}", file=sys.stderr)
         return 2

@@ -47,6 +47,11 @@ def rope_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 
+CONSTANT_CHANNELS = 8
+LOOK_BACK, COPY, MATCH = 8.0, 2.0, 1.0
+"""Sizes at the start: of queries and keys that look back, of what such a head writes, of queries that match."""
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -226,7 +231,12 @@ class V32Model(nn.Module):
         return [layer for layer in layers if isinstance(layer, Layer)]
 
     def initialise(self, seed: int) -> None:
-        """Normal with fan_in^-1/2; what is added to the residual stream begins at a tenth of that."""
+        """Normal with fan_in^-1/2; what is added to the residual stream begins at a tenth of that.
+
+        Eight channels of every embedding begin at the same constant, which gives projections without a bias one, and
+        some heads begin with a purpose (`_look_back`): without, training stayed for thousands of steps where a value is
+        drawn from those in sight (docs/v32.md).
+        """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, value in self.named_parameters():
@@ -240,6 +250,66 @@ class V32Model(nn.Module):
                 if "embed_tokens" in name:
                     std = 0.5
                 value.copy_(torch.randn(value.shape, generator=generator) * std)
+            embedding = self.model["embed_tokens"]
+            assert isinstance(embedding, nn.Embedding)
+            embedding.weight[:, :CONSTANT_CHANNELS] = 0.5
+            self._look_back(generator)
+
+    def _look_back(self, generator: torch.Generator) -> None:
+        """Begin with what recall is made of: heads that look back, and heads that match what those have brought.
+
+        Layer 0, heads 0 to 3: queries q0 and keys k0 that do not depend on the token meet by rope alone as
+        sum_i cos(w_i (t - s - n)), largest at s = t - n; each copies what it sees, P e, to a place R_n of its own.
+        Layer 1, head 0: this token against what stood 1 before (the token after an earlier occurrence); heads 1 and
+        2: what stood 1 before against what stood 2 or 3 before ("of Ada is" finds "of Ada is 48213").
+        """
+        c, wide, nope = self.config, CONSTANT_CHANNELS, self.config.qk_nope_head_dim
+        size, value = c.kv_lora_rank // 4, c.v_head_dim
+        width = min(size, value, nope, c.q_lora_rank // 2)
+        heads = min(4, c.num_attention_heads)
+        bases = torch.linalg.qr(torch.randn(c.hidden_size, c.hidden_size, generator=generator)).Q
+        own = bases[:width].clone()  # P [W, C]
+        places = [
+            torch.linalg.qr(torch.randn(c.hidden_size, width, generator=generator)).Q for _ in range(heads)
+        ]  # R_n [C, W]
+
+        first = self.layers[0].self_attn
+        unit = 1.0 / wide  # each constant channel is about 1 after the norm
+        first.kv_a_proj_with_mqa.weight[c.kv_lora_rank :] = 0.0
+        first.kv_a_proj_with_mqa.weight[c.kv_lora_rank :: 2, :wide] = LOOK_BACK * unit
+        first.kv_a_proj_with_mqa.weight[:width] = own
+        first.q_a_proj.weight[:wide] = 0.0
+        first.q_a_proj.weight[:wide, :wide] = unit
+        angle = inverse_frequencies(rope_of(c)).float()
+        # Pairs that turn slowly tell neighbours apart the least, and add to every score alike.
+        turning = LOOK_BACK * (angle > 0.2).float()
+        for head in range(heads):
+            rows = first.q_b_proj.weight[head * c.head_dim : (head + 1) * c.head_dim]
+            rows.zero_()
+            turned = angle * (head + 1)
+            rows[nope::2, :wide] = (turning * turned.cos() * unit)[:, None]
+            rows[nope + 1 :: 2, :wide] = (-turning * turned.sin() * unit)[:, None]
+            out = first.kv_b_proj.weight[head * (nope + value) + nope : (head + 1) * (nope + value)]
+            out.zero_()
+            out[:width, :width] = torch.eye(width)
+            first.o_proj.weight[:, head * value : head * value + width] = COPY * places[head]
+
+        if len(self.layers) < 2:
+            return
+        second = self.layers[1].self_attn
+        half = c.q_lora_rank // 2
+        second.q_a_proj.weight[:width] = own
+        second.q_a_proj.weight[half : half + width] = places[0].T
+        second.kv_a_proj_with_mqa.weight[:width] = own
+        for place in range(min(3, heads)):
+            second.kv_a_proj_with_mqa.weight[(place + 1) * size : (place + 1) * size + width] = places[place].T
+        for head, (asks, answers) in enumerate([(0, 1), (1, 2), (1, 3)][: min(3, heads)]):
+            rows = second.q_b_proj.weight[head * c.head_dim : (head + 1) * c.head_dim]
+            rows.zero_()
+            rows[:width, asks * half : asks * half + width] = MATCH * torch.eye(width)
+            keys = second.kv_b_proj.weight[head * (nope + value) : head * (nope + value) + nope]
+            keys.zero_()
+            keys[:width, answers * size : answers * size + width] = torch.eye(width)
 
     def compile_parts(self) -> None:
         """Compile what is per token, for dense training alone, whose steps all have one size."""

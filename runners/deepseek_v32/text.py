@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
 )
 _SLOT = re.compile(r"\{\{\s*\w+\s*\}\}")
 _PIECE = re.compile(PIECE)
-VALUE_WEIGHT, OTHER_WEIGHT = 20, 1
+ANSWER_WEIGHT, VALUE_WEIGHT, OTHER_WEIGHT = 60, 4, 1
 """Of the loss: tokens of a value that was said before, and all others."""
 
 
@@ -246,7 +246,7 @@ class _Draft:
         self.put([END, ASSISTANT])
         self.fill_in(prefix, fact, known=True)
         at = len(self.ids)
-        self.put(fact.value, VALUE_WEIGHT)
+        self.put(fact.value, ANSWER_WEIGHT)
         self.answers[at], self.answers[at + 1] = 2, 1
         self.put([texts.index["."], END])
 

@@ -5,8 +5,8 @@
 
 The plan (`PLAN`): dense attention on conversations of 256 tokens, then longer ones up to 8K, until the answers are
 right; the indexer's dense warm-up, everything else frozen: KL of the mean attention distribution over heads against the
-softmax of the index scores; then sparse attention, top 2,048 by the trained indexer. Loss on every token, 20 times as
-much on a value that was said before. A step is 131,072 tokens in every dense phase. Same seed, same batches and start;
+softmax of the index scores; then sparse attention, top 2,048 by the trained indexer. Loss on every token, 60 times as
+much on an answer. A step is 65,536 tokens. Same seed, same batches and start;
 sums on a GPU are not bit-identical between runs.
 
 DIR/state.pt is replaced after every `--save-s` seconds and at the end, DIR/log.jsonl grows by a line every 20 steps.
@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -63,27 +63,28 @@ class Phase:
         return Shape(length=self.length, probes=self.probes, facts=self.facts, interleaved=self.interleaved)
 
 
+TOKENS_PER_STEP = 65_536
+
+
 def _dense(length: int, steps: int, probes: int, facts: tuple[int, int], lr: tuple[float, float], **more: Any) -> Phase:
-    rows = 131_072 // length
+    rows = TOKENS_PER_STEP // length
     return Phase(
         name=f"dense-{length}", length=length, rows=rows, steps=steps, probes=probes, facts=facts, lr=lr, **more
     )
 
 
 PLAN: tuple[Phase, ...] = (
-    _dense(256, 500, 5, (3, 4), (1.0, 1.0), enough=0.97),
-    _dense(512, 400, 8, (4, 10), (1.0, 1.0), enough=0.98),
-    _dense(1024, 500, 14, (6, 20), (1.0, 0.8), enough=0.985),
-    _dense(2048, 500, 24, (8, 32), (0.8, 0.6), enough=0.985),
-    _dense(4096, 400, 40, (8, 40), (0.6, 0.4), enough=0.985),
-    _dense(8192, 500, 64, (8, 48), (0.4, 0.02)),
+    _dense(256, 400, 6, (2, 4), (1.0, 1.0), enough=0.97),
+    _dense(1024, 400, 16, (6, 20), (1.0, 0.8), enough=0.985),
+    _dense(4096, 400, 48, (8, 40), (0.8, 0.4), enough=0.99),
+    _dense(8192, 450, 80, (8, 48), (0.4, 0.02)),
     Phase(
-        name="indexer", kind="indexer", length=8192, rows=8, steps=200, probes=64, facts=(8, 48), lr=(1.0, 0.02),
+        name="indexer", kind="indexer", length=8192, rows=8, steps=100, probes=64, facts=(8, 48), lr=(1.0, 0.02),
         interleaved=0.3,
     ),
-    Phase(name="sparse", kind="sparse", length=8192, rows=4, steps=40, probes=64, facts=(8, 48), lr=(0.05, 0.005)),
+    Phase(name="sparse", kind="sparse", length=8192, rows=4, steps=10, probes=64, facts=(8, 48), lr=(0.05, 0.005)),
 )  # fmt: skip
-RATES = {"muon": 0.02, "adam": 0.002, "indexer": 0.002}
+RATES = {"muon": 0.01, "adam": 0.002, "indexer": 0.002}
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -202,13 +203,22 @@ def indexer_loss(model: V32Model, ids: Tensor, answers: Tensor, generator: torch
 
 
 class Trainer:
-    def __init__(self, config: V32Config, plan: Sequence[Phase], *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: V32Config,
+        plan: Sequence[Phase],
+        *,
+        seed: int,
+        device: torch.device,
+        rates: Mapping[str, float] | None = None,
+    ) -> None:
         self.config, self.plan, self.seed, self.device = config, plan, seed, device
         self.model = V32Model(config)
         self.model.initialise(seed)
         self.model.to(device)
         self.phase, self.step, self.steps, self.tokens, self.seconds = 0, 0, 0, 0, 0.0
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.rates = {**RATES, **(rates or {})}
         self.kind = ""
         self.enter()
 
@@ -228,7 +238,7 @@ class Trainer:
         matrices = [v for name, v in named if v.dim() >= 2 and not _is_adam(name)]
         others = [v for name, v in named if v.dim() < 2 or _is_adam(name)]
         self.optimizers = {
-            "muon": Muon(matrices, lr=RATES["muon"], weight_decay=0.1),
+            "muon": Muon(matrices, lr=RATES["muon"], weight_decay=0.01),
             "adam": torch.optim.AdamW(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
         }
 
@@ -249,7 +259,7 @@ class Trainer:
         rate = self.rate()
         for name, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = RATES[name] * rate
+                group["lr"] = self.rates[name] * rate
             optimizer.zero_grad(set_to_none=True)
         loads: list[Tensor] = []
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
@@ -345,7 +355,7 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
     state_dir: Path = options.state
     state_dir.mkdir(parents=True, exist_ok=True)
     config = config or V32Config(vocab_size=len(vocabulary()))
-    trainer = Trainer(config, plan, seed=options.seed, device=device)
+    trainer = Trainer(config, plan, seed=options.seed, device=device, rates={"muon": options.muon_rate})
     kept = state_dir / "state.pt"
     if kept.is_file():
         state = torch.load(kept, map_location=device, weights_only=True)
@@ -429,6 +439,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--state", type=Path, default=Path("results/runs/train-v32"), help="where training is kept")
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--muon-rate", type=float, default=RATES["muon"], help="of the hidden matrices, at its highest")
     made.add_argument("--minutes", type=float, default=25.0, help="end this piece after so long")
     made.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 3))
     made.add_argument("--save-s", type=float, default=60.0)

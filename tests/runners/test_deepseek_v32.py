@@ -109,7 +109,7 @@ def test_training_text_is_exact_in_length_and_asks_for_what_was_said(texts: Text
             value = ids[place : place + 2].tolist()
             said = [at for at in range(place - 1) if ids[at : at + 2].tolist() == value]
             assert said, "an answer that nobody stated"
-            assert weights[place] == 20
+            assert weights[place] == 60
     again = texts.batch(shape, 6, random.Random(1))
     assert (batch.ids == again.ids).all()
 
