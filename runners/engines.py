@@ -296,7 +296,8 @@ ENGINES: Mapping[str, Engine] = {
             # The number of KV slots follows the free memory of the moment, where no flag fixes it.
             volatile=("port", "nccl_port", "disaggregation_bootstrap_port", "launch_command", "dist_init_addr", "pid",
                       "startup_time", "memory_usage", "last_gen_throughput", "avg_spec_accept_length", "step_time_dict",
-                      "num_(running|waiting|used)_.*", "token_usage", "max_total_num_tokens", "token_capacity.*"),
+                      "num_(running|waiting|used)_.*", "token_usage", "max_total_num_tokens", "token_capacity.*",
+                      "_resolved_overrides"),  # how it came to its settings, each of which it reports besides
             begun_after_generation_prompt=True,
             gold_route="generate",
             # Batches then hold the probes of one conversation at one rung, whatever the others take: quieter replies.
