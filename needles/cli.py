@@ -27,6 +27,9 @@ Tokenizer = Annotated[
         help="Model folder with tokenizer.json and a chat template, or a tokenizer.json. Default: the reference."
     ),
 ]
+LintTokenizer = Annotated[
+    str | None, typer.Option(help="Also encode every prompt with this tokenizer: a folder or a tokenizer.json.")
+]
 Template = Annotated[Path | None, typer.Option(help="Chat template (.jinja) to use instead of the folder's own.")]
 TemplateArgs = Annotated[str, typer.Option(help='Template variables as JSON, such as {"enable_thinking": false}.')]
 Server = Annotated[str | None, typer.Option(help="Measure on this running server instead of with a tokenizer.")]
@@ -203,7 +206,7 @@ def show(
 @app.command()
 def lint(
     path: Annotated[Path, typer.Argument(help="Folder or Parquet file of a set.")],
-    tokenizer: Tokenizer = None,
+    tokenizer: LintTokenizer = None,
     template: Template = None,
     template_args: TemplateArgs = "{}",
     server: Server = None,
@@ -235,7 +238,7 @@ def lint(
     else:
         for line in lines[:50]:
             print(line)
-        checked = "lengths checked" if ruler is not None else "lengths not checked: no --tokenizer"
+        checked = "lengths checked" if ruler is not None else "lengths not checked: no --tokenizer or --server"
         print(f"{number} conversations, {len(lines)} problems ({checked})")
     if lines:
         raise typer.Exit(3)

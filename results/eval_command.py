@@ -47,7 +47,9 @@ def evaluate(
     run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: new, or the unfinished one.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("results/runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="A new run even when an unfinished one is there.")] = False,
-    model_folder: Annotated[Path | None, typer.Option(help="Served model: tokenizer and chat template.")] = None,
+    model_folder: Annotated[
+        Path | None, typer.Option(help="Model to serve, its tokenizer and template. Default: Gemma 3 270M.")
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Conversations asked of a build at a time.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is asked.")] = 1,
     arms: Annotated[

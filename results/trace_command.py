@@ -58,7 +58,8 @@ def _group() -> None:
 def routed_scaling(
     context: typer.Context,
     sglang: Annotated[
-        str, typer.Option(help="installed, a folder, a wheel, a version to download, or reference.")
+        str,
+        typer.Option(help="installed (beside longrecall), a checkout, a wheel, a version to download, or reference."),
     ] = "installed",
     model: Annotated[
         str, typer.Option(help="Model file under srt/models: deepseek_v4, deepseek_v2, …")
@@ -170,8 +171,9 @@ def _print_trace(found, as_json: bool) -> None:  # type: ignore[no-untyped-def]
         return
     console = Console()
     scenario = found.scenario
+    version = f" {found.version}" if found.version and found.version not in found.origin else ""
     console.print(
-        f"[bold]{found.origin}[/] {found.version or ''}: {scenario.model}, {scenario.quant} on {scenario.runner}, "
+        f"[bold]{found.origin}[/]{version}: {scenario.model}, {scenario.quant} on {scenario.runner}, "
         f"{scenario.platform}"
     )
     for site in found.as_json()["sites"]:

@@ -333,6 +333,10 @@ ENGINES: Mapping[str, Engine] = {
 }  # fmt: skip
 
 
+MODEL_FLAGS = {"sglang": ("--model-path", "--model"), "vllm": ("--model",)}
+"""The model is --model-folder: one in `args` would be asked prompts made with another tokenizer and template."""
+
+
 def engine_of(patchset: PatchSet) -> Engine:
     """The engine a patchset names; raises PatchsetError naming the known ones."""
     engine = ENGINES.get(patchset.engine)
@@ -350,6 +354,12 @@ def engine_of(patchset: PatchSet) -> Engine:
         raise PatchsetError(
             f"{patchset.path}: engine {engine.name!r} serves its own source; source is for 'sglang' and 'openai'"
         )
+    for arg in patchset.args:
+        if arg.partition("=")[0] in MODEL_FLAGS.get(engine.name, ()):
+            raise PatchsetError(
+                f"{patchset.path}: args name {arg!r}: leave the model out and give its folder with --model-folder, "
+                "whose tokenizer and chat template the conversations are made with"
+            )
     for patch in patchset.patches:
         where = f"{patchset.path}: patch {patch.patch_id!r}"
         if engine.launches and patch.endpoint:

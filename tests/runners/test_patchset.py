@@ -97,6 +97,20 @@ def test_an_unknown_engine_names_the_nearest(file: Path) -> None:
         engine_of(parse_patchset(GOOD.replace('"reference"', '"referense"'), file))
 
 
+@pytest.mark.parametrize(
+    ("engine", "given"),
+    [("sglang", '"--model-path", "org/name"'), ("sglang", '"--model=m"'), ("vllm", '"--model", "m"')],
+)
+def test_a_model_among_the_arguments_is_sent_to_model_folder(file: Path, engine: str, given: str) -> None:
+    text = f'name = "x"\nengine = "{engine}"\nargs = [{given}, "--tp", "8"]\n[[patch]]\nid = "b"\nenv = {{ A = "1" }}\n'
+    with pytest.raises(PatchsetError, match=r"args name '--model.*give its folder with --model-folder"):
+        engine_of(parse_patchset(text, file))
+    of_a_patch = (
+        text.replace(f"{given}, ", "") + f"args = [{given}]\n"
+    )  # another checkpoint can be what is under suspicion
+    assert engine_of(parse_patchset(of_a_patch, file)).name == engine
+
+
 def test_running_servers_take_endpoints_and_nothing_else(file: Path) -> None:
     given = 'engine = "openai"\nsource = "http://a:1"\n[[patch]]\nid = "b"\n'
     assert engine_of(parse_patchset(given + 'endpoint = "http://b:1"\n', file)).launches is False
