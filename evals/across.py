@@ -52,6 +52,8 @@ def compare_runs(baseline: str, candidate: str, *, margin: float | None = None) 
     config = replace(run_a.config, margin=margin) if margin is not None else run_a.config
     if not 0 < config.margin < 0.5:
         raise ScoresError(f"margin {config.margin}: a share of recall between 0 and 0.5 is needed, such as 0.10")
+    if not 0 < config.alpha < 0.5:
+        raise ScoresError(f"{path_a / 'campaign.json'}: verdict.alpha {config.alpha}: 0 to 0.5 is needed, such as 0.05")
     table = pa.concat_tables([_rows(run_a, name_a, "baseline", rungs), _rows(run_b, name_b, "candidate", rungs)])
     cells = make_cells(table, builds=["baseline", "candidate"], rungs=rungs, order=run_a.order)
     part = differences(cells, "baseline", "candidate")

@@ -156,6 +156,15 @@ def min_conversations(margin: float, alpha: float) -> int:
     return math.floor(stats.norm.ppf(1 - alpha) ** 2 * (1 - margin) / margin) + 1
 
 
+def min_conversations_any_time(margin: float, alpha: float) -> int:
+    """Fewest conversations with which a spotless record brings the e-value against a loss of the margin to 1/alpha."""
+    growth = 1 + FRACTIONS_EQUIVALENT / (1 - margin) * margin
+    n = 1
+    while float((growth**n).mean()) < 1 / alpha:
+        n += 1
+    return n
+
+
 def holm(p: Floats) -> Floats:
     """Holm's step-down adjusted p-values; NaN (not tested) stays NaN and does not count."""
     adjusted = np.full(p.shape, np.nan)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from longrecall.evals.paired import FRACTIONS_EQUIVALENT, LAMBDAS_LOSS, Floats, min_conversations
 from longrecall.evals.schema import MISSING, Score, VerdictConfig
@@ -38,6 +39,7 @@ class _Cell:
     n: int = 0
     base_sum: float = 0.0
     cand_sum: float = 0.0
+    squares: float = 0.0
     log_loss: Floats = field(default_factory=lambda: np.zeros(len(LAMBDAS_LOSS)))
     log_equivalent: Floats = field(default_factory=lambda: np.zeros(len(FRACTIONS_EQUIVALENT)))
     peak_loss: float = 0.0
@@ -48,6 +50,7 @@ class _Cell:
         self.n += 1
         self.base_sum += base
         self.cand_sum += candidate
+        self.squares += d * d
         self.log_loss = self.log_loss - LAMBDAS_LOSS * d - np.log(np.cosh(LAMBDAS_LOSS * d))
         self.log_equivalent = self.log_equivalent + np.log1p(FRACTIONS_EQUIVALENT / (1 - margin) * (d + margin))
         self.peak_loss = max(self.peak_loss, _log_mean(self.log_loss))
@@ -79,7 +82,8 @@ class RunningVerdicts:
         self._order = list(order)
         self._place = {name: i for i, name in enumerate(order)}
         self._planned = probes_per_conversation
-        self._n_cells = max(1, (len(self.candidates) if n_suspects is None else n_suspects) * len(self.rungs))
+        n_rows = len(self.rungs) + (len(self.rungs) > 1)  # the rungs pooled are a row of the final analysis, too
+        self._n_cells = max(1, (len(self.candidates) if n_suspects is None else n_suspects) * n_rows)
         self._replies: dict[tuple[str, int, str], dict[tuple[str, int], float | None]] = {}
         self._cells = {(b, r): _Cell() for b in self.candidates for r in self.rungs}
 
@@ -131,8 +135,8 @@ class RunningVerdicts:
     def decision(self, build: str) -> Literal["culprit", "exonerated"] | None:
         """What the e-values allow to say of a patch now (the campaign's controls aside); None: keep asking.
 
-        A conviction pays for all patches × rungs (Bonferroni); an exoneration needs every rung and the minimum
-        number of conversations.
+        A conviction pays for all patches × rungs, and the rungs pooled (Bonferroni); an exoneration needs every
+        rung and the minimum number of conversations.
         """
         cells = [self._cells[build, rung] for rung in self.rungs]
         bar = math.log(1 / self.config.alpha)
@@ -142,3 +146,20 @@ class RunningVerdicts:
         if all(cell.peak_equivalent >= bar and cell.n >= least for cell in cells):
             return "exonerated"
         return None
+
+    def within_margin(self, build: str) -> bool:
+        """Whether this build's difference from the base is known to within the margin at every rung by now.
+
+        What the A/A control asks of base against itself (evals/controls.py).
+        """
+        for cell in (self._cells[build, rung] for rung in self.rungs):
+            if cell.n < 2:
+                return False
+            mean = (cell.cand_sum - cell.base_sum) / cell.n
+            variance = max(cell.squares / cell.n - mean * mean, 0.0) / (cell.n - 1)
+            if (
+                abs(mean) + stats.t.ppf(1 - self.config.alpha / 2, cell.n - 1) * math.sqrt(variance)
+                > self.config.margin
+            ):
+                return False
+        return True

@@ -26,7 +26,7 @@ from longrecall.evals.controls import aa_control, campaign_blocker, negative_con
 from longrecall.evals.curves import make_curves
 from longrecall.evals.family import Family
 from longrecall.evals.lengths import length_fits
-from longrecall.evals.paired import min_conversations, tango_z
+from longrecall.evals.paired import min_conversations, min_conversations_any_time, tango_z
 from longrecall.evals.schema import (
     MISSING,
     ControlResult,
@@ -42,8 +42,9 @@ from longrecall.evals.secondary import flips, logprob_shifts
 from longrecall.evals.sizes import more_conversations_needed
 from longrecall.runners.schema import Build
 
-ANALYSIS_VERSION = "2"
-"""Changes whenever the same replies could give another verdict; 2: values told person by person are graded by name."""
+ANALYSIS_VERSION = "3"
+"""Changes whenever the same replies could give another verdict. 2: values told person by person are graded by name.
+3: a run stopped on its results is exonerated by its e-values alone."""
 MAX_MARGIN_SHARE = 0.5
 """The margin may be at most this share of what the positive control lost, and of what the baseline could lose."""
 
@@ -167,15 +168,21 @@ def _verdict(family: Family, i: int, controls: Sequence[ControlResult]) -> Verdi
     elif not refusals:
         name = "exonerated"
         p_value = _equivalence_p(family, rows)
-        reason = (
-            f"a loss of {100 * config.margin:.0f} points is excluded at every rung: bounds "
-            f"{100 * evidence.lower_t[rows].min():+.1f} (cluster-t) "
-            f"and {100 * evidence.lower_tango[rows].min():+.1f} (Tango, n = conversations)"
-        )
+        reason = f"a loss of {100 * config.margin:.0f} points is excluded at every rung: "
+        if family.stopped_early:
+            reason += f"e-value {evidence.peak_equivalent[rows].min():.3g} of the {1 / config.alpha:.0f} needed"
+        else:
+            reason += (
+                f"bounds {100 * evidence.lower_t[rows].min():+.1f} (cluster-t) "
+                f"and {100 * evidence.lower_tango[rows].min():+.1f} (Tango, n = conversations)"
+            )
     else:
         name, reason = "inconclusive", refusals[0]
         if family.unbalanced[i] is None and not part.rungs_without_pairs:
             more = more_conversations_needed(family, i)
+            if more is not None and family.stopped_early:
+                n = int(evidence.n[rows].min())
+                more = max(more, min_conversations_any_time(config.margin, config.alpha) - n)
             if more is not None:
                 reason += f"; about {more} more conversations would settle it"
     return Verdict(
@@ -245,6 +252,7 @@ def _exoneration_refusals(family: Family, i: int, controls: Sequence[ControlResu
                 f"e-value {evidence.peak_equivalent[rows][worst]:.2g} at {family.cells.rungs[worst]} tokens; "
                 f"{1 / config.alpha:.0f} is needed to exclude the margin in a run that was stopped on its results"
             )
+        return reasons  # bounds for a size that was fixed beforehand say nothing here
     bounds = np.fmin(evidence.lower_t[rows], evidence.lower_tango[rows])
     open_rows = np.flatnonzero(~(np.minimum(evidence.lower_t[rows], evidence.lower_tango[rows]) > -config.margin))
     if len(open_rows):
@@ -259,7 +267,9 @@ def _exoneration_refusals(family: Family, i: int, controls: Sequence[ControlResu
 
 
 def _equivalence_p(family: Family, rows: Ints) -> float | None:
-    """Intersection-union p-value: the largest over rungs of the weaker of the two bounds' tests."""
+    """Intersection-union p-value: the largest over rungs of the weaker of the two bounds' tests, or of 1/E."""
+    if family.stopped_early:
+        return float(1 / family.evidence.peak_equivalent[rows].min())
     i = int(rows[0]) // (len(family.cells.rungs) + 1)
     part = family.parts[i]
     n_rungs = len(family.cells.rungs)

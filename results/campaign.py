@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 
 from longrecall.evals.cells import ARM_ORDER
+from longrecall.evals.paired import min_conversations_any_time
 from longrecall.evals.schema import VerdictConfig
 from longrecall.evals.score import foreign_index, score_replay
 from longrecall.needles.dataset import read_parquet, suite_hash, write_parquet
@@ -198,6 +199,14 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         with_twins = conversations if "concat" in options.arms else ()
         twins = {item.conversation_id: concat_twin(item, haystack) for item in with_twins}
         prompts = make_prompts(ruler, twins, after_prompt=engine.begun_after_generation_prompt)
+    margin = patchset.margin or DEFAULT_MARGIN
+    if options.stop_early and options.conversations < (
+        least := min_conversations_any_time(margin, VerdictConfig.alpha)
+    ):
+        note(
+            f"--stop-early with {options.conversations} conversations can convict but exonerate nobody: at a margin of"
+            f" {margin:g} that takes {least} at least"
+        )
     parallel = options.parallel or (cpu_count() if engine.launches else 2)
     threads = options.threads or max(1, cpu_count() // parallel)
     with stages.stage("builds_s"):
@@ -226,7 +235,7 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         arms=options.arms,
         repeats=options.repeats,
         max_tokens=options.max_tokens,
-        verdict=VerdictConfig(margin=patchset.margin or DEFAULT_MARGIN),
+        verdict=VerdictConfig(margin=margin),
         onset_tokens=patchset.onset_tokens or engine.onset_tokens,
         concurrency=options.concurrency,
         gold_logprobs=options.gold_logprobs,
@@ -364,6 +373,7 @@ def open_run(plan: Plan, note: Callable[[str], None]) -> tuple[Path, Campaign]:
                 f"{existing} holds another campaign (patchset, sources, packages, conversations or settings differ);"
                 " give another --run-dir, or leave it out"
             )
+        run_folder.load_timing(existing)  # a damaged one is named now, not after hours of asking
         note(f"going on with {existing}")
         return existing, campaign
     run_dir = options.run_dir or options.runs_dir / plan.campaign.run_id
@@ -400,7 +410,8 @@ def unfinished(runs_dir: Path, key: str) -> Path | None:
         if not (path / run_folder.CAMPAIGN).is_file():
             continue
         report = path / run_folder.REPORT_JSON
-        if not report.is_file() or run_folder.read_json(report).get("partial"):
+        said = run_folder.read_json(report) if report.is_file() else None
+        if not isinstance(said, dict) or said.get("partial"):
             return path
     return None
 
@@ -528,7 +539,7 @@ def _write_inside(plan: Plan, run_dir: Path, campaign: Campaign) -> None:
 
 def _write_timing(run_dir: Path, stages: Stages) -> None:
     path = run_dir / run_folder.TIMING
-    before: dict[str, float] = run_folder.read_json(path) if path.is_file() else {}
+    before = run_folder.load_timing(run_dir)
     # A run that was broken off adds up: its stages were paid for too.
     total = {name: round(before.get(name, 0.0) + value, 3) for name, value in stages.seconds.items()}
     if "first_conviction_s" in before:
@@ -582,6 +593,12 @@ async def _ask_all(
 ) -> dict[str, str]:
     options = plan.options
     conversations = read_parquet(run_dir / run_folder.CONVERSATIONS)
+    unknown = set(campaign.conversation_order) ^ {item.conversation_id for item in conversations}
+    if unknown:
+        raise CampaignError(
+            f"{run_dir}: {min(unknown)} stands in only one of {run_folder.CAMPAIGN} and {run_folder.CONVERSATIONS};"
+            " give --fresh for a new run"
+        )
     replay_plan = ReplayPlan(
         run_id=campaign.run_id,
         build_ids=tuple(build.build_id for build in campaign.builds),
@@ -603,6 +620,12 @@ async def _ask_all(
         watcher.note(
             f"{len(journal.in_flight)} requests were in flight when the run was broken off; their answers are lost, and"
             " they are asked again"
+        )
+    strange = journal.answered - {key for name in replay_plan.build_ids for key in replay_plan.keys(name)}
+    if strange:
+        raise CampaignError(
+            f"{run_dir / run_folder.REPLAYS}: {'/'.join(map(str, min(strange, key=str)))} was never planned by"
+            f" {run_folder.CAMPAIGN}; give --fresh for a new run"
         )
     grades = Grades(campaign, conversations, watcher, stages)
     watcher.begin(campaign, planned, planned // len(campaign.builds))

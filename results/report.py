@@ -80,8 +80,7 @@ class _Run:
         self.conversations = read_parquet(path)
         self.replays = run_folder.load_replays(run_dir)
         self.scores = score_all(self.replays, self.conversations, where=run_dir)
-        timing = run_dir / run_folder.TIMING
-        self.timing: dict[str, float | None] = run_folder.read_json(timing) if timing.is_file() else {}
+        self.timing: dict[str, float | None] = {**run_folder.load_timing(run_dir)}
 
 
 def _stopped(run: _Run) -> set[str]:

@@ -127,7 +127,43 @@ def load_campaign(run_dir: Path) -> Campaign:
     path = run_dir / CAMPAIGN
     if not path.is_file():
         raise RunFolderError(f"{run_dir} is not a run folder: it has no {CAMPAIGN}")
-    return from_json(Campaign, read_json(path), where=str(path), newest=SCHEMA_VERSION)
+    campaign = from_json(Campaign, read_json(path), where=str(path), newest=SCHEMA_VERSION)
+    fault = _fault(campaign)
+    if fault is not None:
+        raise RunFolderError(f"{path}: {fault}")
+    return campaign
+
+
+def _fault(campaign: Campaign) -> str | None:
+    """What no campaign can have; None for a sound one."""
+    n_base = sum(build.role == "base" for build in campaign.builds)
+    if n_base != 1:
+        return f"builds: exactly one has role base; here {n_base} of {len(campaign.builds)} have"
+    if not set(campaign.arms) - {"mirrored"}:
+        return f"arms: one besides mirrored is needed, such as warm (got {list(campaign.arms)})"
+    for name in ("rungs", "conversation_order"):
+        values = getattr(campaign, name)
+        if not values or len(set(values)) < len(values):
+            return f"{name}: at least one, and none twice, is needed (got {str(list(values))[:80]})"
+    for name in ("block_size", "repeats"):
+        if getattr(campaign, name) < 1:
+            return f"{name}: 1 or more is needed (got {getattr(campaign, name)})"
+    for name, value in asdict(campaign.verdict).items():
+        most = 1.0 if name == "max_missing_difference" else 0.5
+        if not (0 < value < most or (value == 0.0 and name == "max_missing_difference")):
+            return f"verdict.{name}: a share between 0 and {most:g} is needed (got {value})"
+    return None
+
+
+def load_timing(run_dir: Path) -> dict[str, float]:
+    """Seconds by stage; empty before there are any."""
+    path = run_dir / TIMING
+    if not path.is_file():
+        return {}
+    try:
+        return _adapter(dict[str, float]).validate_python(read_json(path))
+    except ValidationError as error:
+        raise RunFolderError(f"{path}: {first_problem(error)}") from error
 
 
 def load_report(run_dir: Path) -> Report:
@@ -147,6 +183,8 @@ def iter_replays(run_dir: Path) -> Iterator[Replay]:
         file = path.open("rb")
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
     adapter = _adapter(Replay)
     with file:
         for number, line in enumerate(file, start=1):

@@ -141,9 +141,10 @@ class Journal:
                 record = json.loads(line)
                 fields = [record[name] for name in ("build_id", "conversation_id", "probe_id", "rung", "arm", "repeat")]
                 order = int(record["send_order"])
+                key = Key(*fields)
+                hash(key)
             except (ValueError, KeyError, TypeError) as problem:
                 raise JournalError(f"{self._replays.path} line {number}: not a replay: {problem!r}") from None
-            key = Key(*fields)
             if key in self.answered:
                 raise JournalError(f"{self._replays.path} line {number}: {'/'.join(map(str, key))} is answered twice")
             self.answered.add(key)

@@ -190,8 +190,8 @@ def parse_patchset(text: str, path: Path) -> PatchSet:
     if version != 1:
         raise PatchsetError(f"{where}: schema_version = {version!r}; this longrecall reads version 1")
     margin = table.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < 1):
-        raise PatchsetError(f"{where}: margin = {margin!r} is not a number between 0 and 1")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < 0.5):
+        raise PatchsetError(f"{where}: margin = {margin!r} is not a share of recall between 0 and 0.5, such as 0.10")
     onset = table.get("onset_tokens")
     if onset is not None and (isinstance(onset, bool) or not isinstance(onset, int) or onset < 1):
         raise PatchsetError(f"{where}: onset_tokens = {onset!r} is not a positive whole number")

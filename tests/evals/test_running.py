@@ -12,6 +12,8 @@ from longrecall.evals.running import RunningVerdicts
 from longrecall.evals.schema import Score, VerdictConfig
 from longrecall.evals.scores_file import ScoresError
 from longrecall.evals.simulate import QUIET, draw_builds, scores_of
+from longrecall.evals.verdict import judge
+from longrecall.runners.schema import Build
 
 BUILDS = ["base", "bad", "harmless"]
 
@@ -114,3 +116,58 @@ def test_false_convictions_stay_rare_however_often_one_looks():
     ).mean(axis=3)
     peak = log_e_loss(right[:, 1] - right[:, 0]).max(axis=1)
     assert (peak >= np.log(20)).mean() <= 0.05
+
+
+def test_a_decision_is_one_that_the_final_analysis_reaches_too():
+    """Six patches, one with a weak loss at one rung: at a bar below the final one it was asked no further, undecided."""
+    roles = ["base", "aa", *["suspect"] * 6, "positive-control"]
+    names = ["base", "base-again", *(f"p{i}" for i in range(6)), "bad"]
+    builds = [Build(build_id=n, patch_ids=(), role=r) for n, r in zip(names, roles, strict=True)]  # type: ignore[arg-type]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        right = np.stack(
+            [
+                draw_builds(
+                    rng,
+                    reps=1,
+                    conversations=48,
+                    probes=4,
+                    base_recall=0.85,
+                    recalls=[0.85, 0.85, guilty, *[0.85] * 5, 0.3],
+                    icc=0.2,
+                    engine=QUIET,
+                )[0]
+                for guilty in (0.85, 0.7)
+            ],
+            axis=1,
+        )
+        scores = [Score(**row) for row in scores_of(right, builds=names, rungs=[448, 1024]).to_pylist()]
+        running = RunningVerdicts(
+            base="base", candidates=names[1:], rungs=[448, 1024], order=[f"c{i:05d}" for i in range(48)],
+            probes_per_conversation=4, config=VerdictConfig(), n_suspects=7,
+        )  # fmt: skip
+        of = {(s.conversation_id, s.build_id): [] for s in scores}
+        for score in scores:
+            of[score.conversation_id, score.build_id].append(score)
+        taken, decided = [], {}
+        for c in range(48):
+            for name in names:
+                if name not in decided:
+                    for score in of[f"c{c:05d}", name]:
+                        running.add(score)
+                        taken.append(score)
+            for name in names[2:]:
+                if name not in decided and (found := running.decision(name)) is not None:
+                    decided[name] = found
+        final = {v.patch: v.verdict for v in judge(taken, builds, rungs=[448, 1024], stopped_early=True).verdicts}
+        assert decided["p0"] == "culprit" and {name: final[name] for name in decided} == decided
+
+
+def test_base_against_itself_is_known_once_its_interval_fits_the_margin():
+    running = _running(conversations=3, probes=2)
+    _, scores = _scores(conversations=3, probes=2)
+    quiet, noisy = BUILDS[1:]
+    for score in scores:
+        flip = score.build_id == noisy and score.conversation_id == "c00000"
+        running.add(dataclasses.replace(score, outcome="other" if flip else "ok"))
+    assert running.within_margin(quiet) and not running.within_margin(noisy)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from longrecall.evals.cells import make_cells
+from longrecall.evals.paired import min_conversations_any_time
 from longrecall.evals.schema import Score, VerdictConfig
 from longrecall.evals.scores_file import ScoresError, read_scores, write_scores
-from longrecall.evals.simulate import IDENTICAL, QUIET, draw_builds, scores_of
+from longrecall.evals.simulate import IDENTICAL, NOISY, QUIET, draw_builds, scores_of
 from longrecall.evals.verdict import judge
 from longrecall.runners.schema import Build
 
@@ -386,6 +387,20 @@ def test_run_stopped_on_its_results_is_judged_by_e_values_only():
     right, builds = campaign(conversations=30)
     early = verdicts(judge(to_scores(right, builds), builds, rungs=RUNGS, stopped_early=True))["harmless"]
     assert early.verdict == "inconclusive" and "e-value" in early.reason
+    assert early.more_conversations_needed >= min_conversations_any_time(0.10, 0.05) - 30
+
+
+def test_what_the_e_values_exonerate_needs_no_bound_for_a_fixed_size():
+    """Otherwise a build that is asked no further for being exonerated ends up inconclusive."""
+    y = draw_builds(
+        np.random.default_rng(1), reps=1, conversations=56, probes=8, base_recall=0.85,
+        recalls=[0.85, 0.85, 0.3, 0.85], icc=0.3, engine=NOISY,
+    )[0]  # fmt: skip
+    builds = make_builds("base", "base-again", "bad", "innocent")
+    found = judge(to_scores(y[:, None], builds, [1024]), builds, rungs=[1024], stopped_early=True)
+    cell = next(c for c in found.comparisons if c.candidate == "innocent")
+    assert cell.lower_bound_tango < -0.10 < 0 < 20 < cell.e_equivalent, "not the case this test is about"
+    assert verdicts(found)["innocent"].verdict == "exonerated"
 
 
 def test_log_probabilities_are_kept_beside_recall(sound):

@@ -77,6 +77,41 @@ def test_damaged_campaign_names_the_file(
         run_folder.load_campaign(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"builds": []}, "builds: exactly one has role base; here 0 of 0 have"),
+        ({"arms": ["mirrored"]}, "arms: one besides mirrored is needed"),
+        ({"rungs": [448, 448]}, "rungs: at least one, and none twice"),
+        ({"conversation_order": []}, "conversation_order: at least one, and none twice"),
+        ({"block_size": 0}, r"block_size: 1 or more is needed \(got 0\)"),
+        ({"verdict": {"margin": 0.0}}, r"verdict\.margin: a share between 0 and 0\.5 is needed \(got 0\.0\)"),
+        ({"verdict": {"alpha": 0.0}}, r"verdict\.alpha: a share between 0 and 0\.5 is needed \(got 0\.0\)"),
+    ],
+)
+def test_what_no_campaign_can_have_is_named(
+    tmp_path: Path, campaign40: Any, changed: dict[str, Any], message: str
+) -> None:
+    run_folder.write_campaign(tmp_path, campaign40.campaign)
+    path = tmp_path / run_folder.CAMPAIGN
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(RunFolderError, match=rf"campaign\.json: {message}"):
+        run_folder.load_campaign(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"wall_s": "long"}', "{"])
+def test_damaged_timing_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / run_folder.TIMING).write_text(text)
+    with pytest.raises(RunFolderError, match=r"timing\.json"):
+        run_folder.load_timing(tmp_path)
+
+
+def test_a_journal_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / run_folder.REPLAYS).mkdir()
+    with pytest.raises(RunFolderError, match=r"cannot read .*replays\.jsonl: Is a directory"):
+        run_folder.load_replays(tmp_path)
+
+
 def test_a_folder_without_campaign_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not a run folder"):
         run_folder.load_campaign(tmp_path)

@@ -61,7 +61,7 @@ def test_a_good_file_is_read_whole(file: Path) -> None:
         ('role = "positive-control"', 'role = "positive"', "did you mean 'positive-control'?"),
         ('expect = "culprit"', 'expect = "guilty"', "expect = 'guilty' is none of culprit, exonerated"),
         ('B = "2"', "B = 2", 'env B = 2 is not a string; write B = "2"'),
-        ("margin = 0.1", "margin = 10", "margin = 10 is not a number between 0 and 1"),
+        ("margin = 0.1", "margin = 0.5", "margin = 0.5 is not a share of recall between 0 and 0.5"),
         ('engine = "reference"', "", "key 'engine' is missing"),
         ("margin = 0.1", "margin = = 0.1", "not TOML"),
         ('args = ["--index-topk", "16"]', "", "changes nothing"),
