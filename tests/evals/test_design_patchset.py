@@ -175,3 +175,15 @@ def test_stored_bisect_names_the_patch_that_began_the_loss(tmp_path):
     run = store(tmp_path / "x", ids, [0.8, 0.8, 0.5, 0.8, 0.8, 0.5])
     found = json.loads(run_command("design", "read", run, "--json").stdout)
     assert np.argmax(found["bisect_posterior"]) == 2 and "patch 3 of the stack" in found["sentences"][0]
+
+
+def test_eval_names_conflicting_patches_before_any_server_starts(folder):
+    patchset_of(folder, LATE, NEAR)
+    args = ("eval", str(folder / "demo.toml"), "--design", "oat", "--runs-dir", str(folder / "runs"))
+    result = run_command(*args)
+    assert result.exit_code == 2 and "late and near do not apply together" in result.stderr
+    assert "both change kernels/x.py" in result.stderr and not list(folder.glob("runs/*-demo*"))
+    unknown = run_command(*args[:2], "--design", "latin-square")
+    assert unknown.exit_code == 2 and "choose one of screen, oat" in unknown.stderr
+    missing = run_command(*args, "--only", "ghost")
+    assert missing.exit_code == 2 and "--only ghost" in missing.stderr

@@ -40,6 +40,26 @@ def test_verdicts_match_what_was_simulated(run_dir: Path, campaign40: Any) -> No
     assert {v.patch: v.verdict for v in report.verdicts} == expected
 
 
+def test_report_joins_served_and_in_process_evidence(
+    tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / campaign40.campaign.run_id, campaign40)
+    row = {"patch": "index-rotation-one-sided", "feature": "selection_shift", "estimate": 0.6, "stderr": 0.02, "n": 192}
+    (folder / "evidence-x.json").write_text(json.dumps([{**row, "source": "in-process"}]))
+    write_reports(folder)
+    found = {a.patch: a for a in run_folder.load_report(folder).attributions}
+    assert set(found) == {b.build_id for b in campaign40.campaign.builds if not b.build_id.startswith("base")}
+    rotation, scaling = found["index-rotation-one-sided"], found["hash-topk-double-scaling"]
+    assert rotation.causes[0].family == "index keys" and rotation.causes[0].probability > 0.4
+    assert rotation.length_dependent_share > 0.8 and "fp8 index keys" in rotation.sentence
+    assert any(f.family == "routed scaling" and "selection_shift" in f.predicted for f in rotation.causes)
+    assert scaling.length_dependent_share < 0.6 and scaling.share_ci_low < scaling.length_dependent_share
+    assert "no loss to explain" in found["mhc-bf16"].sentence
+    for name in (run_folder.REPORT_MD, run_folder.REPORT_HTML):
+        text = (folder / name).read_text().replace("\\", "")
+        assert "Why recall is lost" in text and "selection_shift +0.60" in text and "In-process" in text
+
+
 def test_report_is_the_same_from_stored_files_at_any_time(run_dir: Path) -> None:
     stored, again = run_folder.load_report(run_dir), assemble(run_dir)
     assert (stored.verdicts, stored.comparisons, stored.curves) == (again.verdicts, again.comparisons, again.curves)
