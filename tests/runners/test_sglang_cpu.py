@@ -98,7 +98,7 @@ def test_the_server_runs_what_it_was_asked_to_run(base: tuple[Server, PreparedBu
 def test_the_prompt_is_the_planned_one_and_the_cache_says_so(base: tuple[Server, PreparedBuild]) -> None:
     server, _ = base
     ruler = Ruler.from_folder(sglang_folder())
-    (conversation,) = make_conversations(recipe("reference"), ruler=ruler, rungs=(512,), count=1, seed=3)
+    (conversation,) = make_conversations(recipe("reference"), ruler=ruler, rungs=(512, 640), count=1, seed=3)
     asked = conversation.asks[0]
     as_sent = after_generation_prompt(ruler)
 
