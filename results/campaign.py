@@ -499,7 +499,7 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
         ValueError: something asked for cannot be used.
         RuntimeError: a server, the journal or the disk failed; what was answered is kept and the same command goes on.
     """
-    _check_writable(options.run_dir or options.runs_dir)
+    _check_writable(options.run_dir or options.runs_dir / "run")
     stages = Stages()
     plan = make_plan(options, stages, watcher.note)
     run_dir, campaign = open_run(plan, watcher.note)
@@ -518,6 +518,8 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
 
 def _check_writable(folder: Path) -> None:
     """Raise ValueError, before anything is hashed or served, when a run folder cannot be made there."""
+    if not folder.name:
+        raise ValueError(f"run folder {str(folder)!r} has no name of its own; give a new folder below it")
     place = folder
     while not place.exists() and place.parent != place:
         place = place.parent

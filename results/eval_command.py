@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from longrecall.runners.schema import Arm, PatchSet
 
 FAIL_ON = ("culprit", "inconclusive")
+MAX_WAIT_S = 86_400.0
 
 
 def evaluate(
     patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
     rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included.")] = "448,1536",
     conversations: Annotated[int, typer.Option(min=2, help="Conversations, the unit of evidence.")] = 24,
-    seed: Annotated[int, typer.Option(help="Seed of conversations and order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of conversations and order.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe of the conversations: a name or a TOML file.")] = "reference",
     only: Annotated[list[str] | None, typer.Option(help="Run this patch (and the controls); may be repeated.")] = None,
     design: Annotated[
@@ -60,9 +61,12 @@ def evaluate(
         bool, typer.Option("--gold-logprobs", help="Ask for the right answer's log-probabilities, too.")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
-    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for one whole answer.")] = 300.0,
+    request_timeout: Annotated[
+        float, typer.Option(min=1, max=MAX_WAIT_S, help="Seconds for one whole answer.")
+    ] = 300.0,
     start_timeout: Annotated[
-        float | None, typer.Option(min=1, help="Seconds for a server's first token. Default: by engine.")
+        float | None,
+        typer.Option(min=1, max=MAX_WAIT_S, help="Seconds for a server's first token. Default: by engine."),
     ] = None,
     inside: Annotated[int, typer.Option(min=0, help="Conversations to look at from inside: selections, KL.")] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
@@ -177,7 +181,7 @@ def parse_rungs(text: str) -> tuple[int, ...]:
         word = part.strip()
         scale = 1024 if word[-1:].upper() == "K" else 1
         number = word[:-1] if scale > 1 else word
-        if not number.isdigit() or int(number) < 1:
+        if not (number.isascii() and number.isdigit()) or int(number) < 1:
             raise ValueError(f"--rungs {text!r}: {word!r} is not a length in tokens; write them like 448,1024,2K")
         rungs.append(int(number) * scale)
     if sorted(set(rungs)) != rungs:

@@ -474,6 +474,9 @@ def decode(name: str, data: bytes) -> Entry:
         pass  # said below, by what is wrong first
     try:
         record = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise HistoryError(f"{name}: not JSON ({error})") from error
+    try:
         version = record.get("schema_version")
         if not isinstance(version, int):
             raise HistoryError(f"{name}: schema_version is missing")
@@ -482,8 +485,8 @@ def decode(name: str, data: bytes) -> Entry:
         return _entries.validate_python(record)
     except ValidationError as error:
         raise HistoryError(f"{name}: {first_problem(error)}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise HistoryError(f"{name}: not JSON ({error})") from error
+    except AttributeError:
+        raise HistoryError(f"{name}: not a manifest, which is a JSON object") from None
 
 
 def clock_warning(entry: Entry, others: Iterable[Stored], now: datetime) -> str | None:

@@ -360,11 +360,10 @@ def query(
     import csv
     import sys
 
-    from longrecall.results.probes import connect
+    from longrecall.results.probes import ask, connect
 
     history = open_history(store, rows)
-    connection = connect(history, read_entries(history, suite))
-    answer = connection.execute(sql)
+    answer = ask(connect(history, read_entries(history, suite)), sql)
     out = csv.writer(sys.stdout)
     out.writerow([column[0] for column in answer.description])
     out.writerows(answer.fetchall())

@@ -56,8 +56,21 @@ def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConn
     if not parts:
         raise HistoryError(f"{history.storage.url}: no entry has probe rows")
     union = " union all by name ".join(parts)
-    connection.execute(
+    ask(
+        connection,
         f"create view probes as select p.*, r.line, r.commit_id, r.created, r.suite, r.entry from ({union}) p"
-        " left join runs r on p.run_id = r.run and p.build_id = r.build"
+        " left join runs r on p.run_id = r.run and p.build_id = r.build",
     )
     return connection
+
+
+def ask(connection: "duckdb.DuckDBPyConnection", sql: str) -> "duckdb.DuckDBPyConnection":
+    """The answer to a question. Raises HistoryError with what DuckDB says of the SQL or of a file it cannot read."""
+    import duckdb
+
+    if not sql.strip():
+        raise HistoryError("no SQL was given; ask like: select rung, count(*) from probes group by rung")
+    try:
+        return connection.execute(sql)
+    except duckdb.Error as error:
+        raise HistoryError(" ".join(str(error).split())[:600]) from error

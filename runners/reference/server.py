@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -190,12 +191,17 @@ page by page was a third of its time. An idle engine gives it back where memory 
 
 
 def with_huge_pages() -> None:
-    """Start this process again, as it is, with glibc's allocator set (read only at start); other libcs ignore it."""
+    """Start this process again, as it is, with glibc's allocator set (read only at start); other libcs ignore it.
+
+    A program read from standard input is gone by now, and an interpreter that cannot be found again serves as it is.
+    """
     given = os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform == "linux" and MALLOC not in given:
+    from_stdin = getattr(sys.modules["__main__"], "__file__", None) == "<stdin>"
+    if sys.platform == "linux" and MALLOC not in given and not from_stdin:
         ours = ":".join(f"{MALLOC}{name}={value}" for name, value in TUNABLES.items())
         os.environ["GLIBC_TUNABLES"] = f"{given}:{ours}".lstrip(":")
-        os.execv(sys.executable, sys.orig_argv)
+        with suppress(OSError):
+            os.execv(sys.executable or "", sys.orig_argv)
 
 
 def serve(args: ServerArgs) -> None:

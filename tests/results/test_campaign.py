@@ -260,6 +260,8 @@ def test_sigterm_ends_it_in_order_and_says_how_to_go_on(tmp_path: Path, patchset
         (["--rungs", "400,4oo"], 2, "--rungs '400,4oo': '4oo' is not a length in tokens"),
         (["--rungs", "800,500"], 2, "lengths must increase"),
         (["--rungs", "60"], 2, "60"),
+        (["--rungs", "\u00b2"], 2, "is not a length in tokens"),
+        (["--run-dir", "/"], 2, "run folder '/' has no name of its own"),
         (["--fail-on", "guilty"], 2, "'guilty' is none of culprit, inconclusive"),
         (["--only", "nobody"], 2, "no patch 'nobody'"),
         (["--recipe", "nothing"], 2, "nothing"),

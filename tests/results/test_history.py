@@ -32,7 +32,7 @@ from longrecall.results.history import (
     encode,
 )
 from longrecall.results.main import build_app
-from longrecall.results.storage import Folder, GitBranch, HistoryError, open_storage
+from longrecall.results.storage import Folder, GitBranch, HistoryError, open_storage, sha256
 
 
 def entry_of(run_id: str = "run-1", build_id: str = "base", **changes: Any) -> Entry:
@@ -214,7 +214,6 @@ def test_rows_of_another_run_are_found(history: History, tmp_path: Path) -> None
     record = json.loads(data)
     record["rows"] = manifest["rows"]
     data = canonical(record)
-    from longrecall.results.storage import sha256
 
     name = forged.name.rsplit("_", 1)[0] + f"_{sha256(data)[:16]}.json"
     history.storage.delete([one.name, one.rows_name])
@@ -224,13 +223,19 @@ def test_rows_of_another_run_are_found(history: History, tmp_path: Path) -> None
     assert ["belongs to another manifest" in p.message for p in history.verify()[1]] == [True]
 
 
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"schema_version":' + b"9" * 5000 + b"}", b"[]", b"\xff"])
+def test_a_manifest_that_is_none_is_named(data: bytes) -> None:
+    name = f"v1/suite=abababababab/20261129T140233Z_x_base_run-1_{sha256(data)[:16]}.json"
+    with pytest.raises(HistoryError, match=f"^{name}: not "):
+        decode(name, data)
+
+
 def test_damaged_and_newer_files_are_named_and_the_rest_is_read(history: History, tmp_path: Path) -> None:
     good = history.add(entry_of("good"), rows_of("good"))
     bad = history.add(entry_of("bad"), rows_of("bad"))
     newer, data, _ = encode(entry_of("newer"), None)
     record = json.loads(data)
     record["schema_version"] = 99
-    from longrecall.results.storage import sha256
 
     changed = canonical(record)
     name = newer.name.rsplit("_", 1)[0] + f"_{sha256(changed)[:16]}.json"
@@ -246,7 +251,6 @@ def test_damaged_and_newer_files_are_named_and_the_rest_is_read(history: History
 
 def test_fields_of_a_later_minor_version_are_ignored() -> None:
     _, data, _ = encode(entry_of(), None)
-    from longrecall.results.storage import sha256
 
     changed = canonical({**json.loads(data), "added_later": 1})
     assert decode(f"v1/suite=x/t_c_b_r_{sha256(changed)[:16]}.json", changed) == entry_of()
@@ -479,6 +483,15 @@ def test_baseline_and_thresholds_are_logged(two_runs: tuple[Path, str, str], tmp
     done = run("thresholds", str(file), "--store", store, "--reason", "typo")
     assert done.exit_code == 2
     assert "unknown key gate.margn" in done.output
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [("select * from scores", 'Did you mean "probes"'), ("selec 1", "Parser Error"), (" ", "no SQL was given")],
+)
+def test_sql_that_cannot_be_answered_is_one_message(two_runs: tuple[Path, str, str], sql: str, said: str) -> None:
+    done = run("query", sql, "--store", two_runs[1])
+    assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_query_reads_every_reply(two_runs: tuple[Path, str, str]) -> None:

@@ -4,7 +4,10 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -631,3 +634,27 @@ def test_a_look_inside_keeps_selections_and_finds_prefill_and_decode_alike(
     (tmp_path / "evidence.json").write_text(json.dumps(observations(tmp_path, changed, shape)))
     (seen,) = load_observations(tmp_path / "evidence.json")
     assert (seen.patch, seen.feature) == ("b", "selection_chance") and 0.1 < seen.estimate < 0.25
+
+
+STUB = """
+import sys
+import longrecall.runners.reference.server as server
+{first}
+server.serve = lambda args: print("served on", args.port)
+server.main(["--port", "7"])
+"""
+
+
+@pytest.mark.parametrize("argv", [["-"], ["-P", "-c", "CODE"], ["FILE"]], ids=["standard input", "-c", "file"])
+@pytest.mark.parametrize(
+    "first", ["", "sys.executable = '/no/such/python'", "sys.executable = ''"], ids=["found", "gone", "unknown"]
+)
+def test_however_it_was_launched_it_serves(tmp_path: Path, argv: list[str], first: str) -> None:
+    code = STUB.format(first=first)
+    (tmp_path / "stub.py").write_text(code)
+    words = [{"CODE": code, "FILE": str(tmp_path / "stub.py")}.get(word, word) for word in argv]
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, *words], input=code, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "served on 7\n" and done.returncode == 0, done.stderr
