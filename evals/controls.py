@@ -54,7 +54,9 @@ def aa_control(family: Family, compared: list[list[Comparison]]) -> ControlResul
         return ControlResult(name="aa", build=name, passed=False, detail=detail, comparisons=shown)
     flips, total = int(part.lost[-1] + part.gained[-1]), int(part.n_probes[-1])
     agreement = (
-        f"identical outcomes on {total} of {total} replies" if not flips else f"{flips} flips in {total} replies"
+        f"identical outcomes on {total} of {total} replies"
+        if not flips
+        else f"{flips} flip{'s' * (flips > 1)} in {total} replies"
     )
     detail = f"{agreement}; noise within ±{100 * reach[widest]:.1f} points at every rung"
     return ControlResult(name="aa", build=name, passed=True, detail=detail, comparisons=shown)

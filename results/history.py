@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -282,15 +283,22 @@ class History:
         return own[-1] if own else None
 
     def find(self, wanted: str) -> Stored:
-        """The entry with this id (or its beginning), "RUN:BUILD", or the base of a run id. Raises HistoryError."""
+        """The entry with this id (or its beginning), "RUN:BUILD", or a run's base; RUN is an id or a folder.
+
+        Raises:
+            HistoryError: there is none, or more than one.
+        """
         found, _ = self.entries()
         run, _, build = wanted.partition(":")
+        run = PurePath(run).name
         matches = [s for s in found if s.id.startswith(wanted)] if re.fullmatch(r"[0-9a-f]{4,16}", wanted) else []
         matches = matches or [s for s in found if s.entry.run_id == run and s.entry.build_id == (build or "base")]
         if len(matches) == 1:
             return matches[0]
         if not matches:
-            raise HistoryError(f"{self.storage.url}: no entry {wanted!r} (give an id, a run id, or RUN:BUILD)")
+            raise HistoryError(
+                f"{self.storage.url}: no entry {wanted!r} (give an entry's id, a run's id or folder, or RUN:BUILD)"
+            )
         raise HistoryError(
             f"{self.storage.url}: {wanted!r} means {len(matches)} entries: {', '.join(s.id for s in matches[:8])}"
         )

@@ -284,7 +284,10 @@ def merge(
 @plain_errors
 def baseline(
     name: Annotated[str, typer.Argument(help="Baseline's name.")] = "main",
-    entry: Annotated[str | None, typer.Argument(help="Entry to pin; without it the baseline is shown.")] = None,
+    entry: Annotated[
+        str | None,
+        typer.Argument(help="Run (id or folder), RUN:BUILD or entry id to pin; without it the baseline is shown."),
+    ] = None,
     store: Store = DEFAULT_STORE,
     rows: RowsAt = None,
     reason: Annotated[str | None, typer.Option(help="Why; kept in the history.")] = None,

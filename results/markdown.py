@@ -124,7 +124,7 @@ def report_markdown(report: Report, campaign: Campaign) -> str:
         recall_table(report),
         *cause_parts(report),
         "## Reproduce",
-        f"```sh\n{commands(campaign)}\n```",
+        f"```sh\n{commands(campaign, report)}\n```",
         "The same with charts and every flipped reply: report.html.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

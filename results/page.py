@@ -403,7 +403,7 @@ def context(data: RunData) -> dict[str, Any]:
         "flips_note": "" if n_shown == n_flips else f"{n_shown:,} of {n_flips:,} probes fit here; flips.jsonl has all.",
         "provenance": builds,
         "common_table": common,
-        "commands": commands(campaign),
+        "commands": commands(campaign, report),
         "run_table": Table(["Field", "Value"], run_rows, frozenset()),
     }
 

@@ -148,8 +148,9 @@ def short(value: str) -> str:
     return value[:16] if re.fullmatch(r"[0-9a-f]{40,}", value) else visible(value, 160)
 
 
-def commands(campaign: Campaign) -> str:
-    """The command lines that ask the same again and that write the reports again."""
+def commands(campaign: Campaign, report: Report) -> str:
+    """The command lines that ask the same again, write the reports again, and go after what was found."""
+    run = f"results/runs/{shlex.quote(campaign.run_id)}"
     rungs = ",".join(str(r) for r in campaign.rungs)
     lines = []
     if campaign.longrecall_commit:
@@ -159,8 +160,10 @@ def commands(campaign: Campaign) -> str:
         f" --conversations {campaign.n_conversations} --seed {campaign.seed}{_settings(campaign)}",
         "",
         "# the reports and verdicts again, from the stored replies, without a server",
-        f"longrecall report results/runs/{shlex.quote(campaign.run_id)}",
+        f"longrecall report {run}",
     ]
+    if report.attributions:
+        lines += ["", "# serve what would tell the causes apart", f"longrecall attribute {run} --next"]
     return visible("\n".join(lines), 4000)
 
 

@@ -82,7 +82,7 @@ def test_what_is_added_reads_back(history: History) -> None:
     assert problems == []
     assert found == stored
     assert history.scores(found).num_rows == 24
-    assert history.find("run-1") == history.find(stored.id[:6]) == found
+    assert history.find("run-1") == history.find(stored.id[:6]) == history.find("results/runs/run-1/") == found
 
 
 def test_adding_the_same_again_changes_nothing(history: History, tmp_path: Path) -> None:
