@@ -104,7 +104,7 @@ def plan(
     from_run: Annotated[Path | None, typer.Option(help="Take flips and spread from this run's A/A build.")] = None,
     flips: Annotated[float, typer.Option(help="Share of replies that differ between two runs of one build.")] = 0.03,
     rho: Annotated[float, typer.Option(help="Correlation of those differences within a conversation.")] = 0.05,
-    tail_tokens: Annotated[int, typer.Option(help="Tokens of a probe's branch and its answer.")] = 64,
+    tail_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a probe's branch and its answer.")] = 64,
     tokens_per_second: Annotated[float | None, typer.Option(help="Measured prefill speed, for GPU time.")] = None,
     alpha: Annotated[float, typer.Option(help="Error rate of each kind.")] = 0.05,
     as_json: Annotated[bool, typer.Option("--json")] = False,
@@ -363,7 +363,7 @@ def design_read(
 
 def calibrate(
     reps: Annotated[int, typer.Option(min=20, help="Simulated campaigns per setting.")] = 1000,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     only: Annotated[list[str] | None, typer.Option(help="type1, exonerate, power, campaign, attribution.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Serve known faults instead of simulating.")] = False,

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -106,7 +107,8 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
 
     root: the folder that the diffs' paths are relative to. Raises DesignError naming a pair that conflicts.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise DesignError(f"cannot write {path}: it is a folder; give a file's name, such as {path / 'design.toml'}")
     suspects = [p for p in patchset.patches if p.role == "suspect"]
     by_id = {p.patch_id: p for p in suspects}
     pairs = conflicts_of(patchset, suspects)
@@ -131,6 +133,7 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
     lines += _env_line(patchset.env)
     folder = path.parent / f"{path.stem}-diffs"
     origin = Path(patchset.path).parent
+    files: dict[Path, str] = {}
     entries: list[tuple[str, list[Patch], str]] = [
         (c.build_id, [by_id[i] for i in c.patch_ids], "suspect") for c in combos if c.patch_ids
     ]
@@ -144,8 +147,7 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
             joined = _join([_changes(patchset, p) for p in parts], root)
             diffs = []
             if joined:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{build_id}.diff").write_text(joined, encoding="utf-8")
+                files[folder / f"{build_id}.diff"] = joined
                 diffs = [f"{folder.name}/{build_id}.diff"]
         lines += ["", "[[patch]]", f"id = {json.dumps(build_id)}", f"title = {json.dumps(_title(parts))}"]
         if role != "suspect":
@@ -159,10 +161,22 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
         changes = sorted({c for p in parts for c in p.changes})
         if changes:
             lines.append(f"changes = {json.dumps(changes)}")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    files[path] = "\n".join(lines) + "\n"  # last: where it is, its diffs are
+    for file, text in files.items():
+        _write(file, text)
     return combos
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise DesignError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _check_applies(patchset: PatchSet, patch: Patch, root: Path) -> None:

@@ -167,6 +167,7 @@ def test_plan_reads_flips_and_spread_from_a_stored_run(tmp_path):
         (("--rungs", "5,5"), "named once"),
         (("--margin", "0"), "--margin 0.0"),
         (("--flips", "2"), "--flips 2.0"),
+        (("--tail-tokens", "-5"), "--tail-tokens"),
         (("--tokens-per-second", "0"), "--tokens-per-second 0.0"),
         (("--from-run", "nowhere"), "nowhere is not a run folder"),
     ],

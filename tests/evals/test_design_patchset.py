@@ -57,6 +57,17 @@ NEAR = {"id": "near", "diffs": ["p/near.diff"]}
 FLAG = {"id": "flag", "args": ["--x", "1"]}
 
 
+@pytest.mark.parametrize("out", ["taken", "file/out.toml"])
+def test_a_patchset_that_cannot_be_written_leaves_nothing(folder, out):
+    (folder / "taken").mkdir()
+    (folder / "file").write_text("")
+    patchset = patchset_of(folder, EARLY, LATE, FLAG)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(DesignError, match=f"cannot write .*{out.partition('/')[0]}"):
+        write_design(patchset, "oat", folder / out, root=folder)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_joined_diff_makes_both_changes_on_the_base_though_lines_shift(folder):
     made = write_design(patchset_of(folder, EARLY, LATE, FLAG), "oat+loo", folder / "out.toml", root=folder)
     written = load_patchset(folder / "out.toml")
