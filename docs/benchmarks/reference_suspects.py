@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,34 +126,6 @@ def patched_tree(name: str, into: Path) -> Path:
     return into
 
 
-def reference_parts(mlp: Any, x: Tensor, token_ids: Tensor) -> Any:
-    """Parts of a `ReferenceMoE` in fp64 from its weights: before any factor, behind the layer's own norm."""
-    from longrecall.kernels.moe import Parts
-    from longrecall.kernels.moe.routing import hash_topk, topk
-
-    config = mlp.config
-    logits = F.linear(x.float(), mlp.gate_weight)
-    if hasattr(mlp.topk, "tid2eid"):
-        chosen = hash_topk(logits, token_ids, mlp.topk.tid2eid)
-    else:
-        chosen = topk(logits, mlp.topk.correction_bias, config.num_experts_per_tok, config.scoring_func)
-    x = x.double()
-
-    def expert(rows: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        gate, up = F.linear(rows, w13.double()).chunk(2, -1)
-        return F.linear(F.gelu(gate, approximate="tanh") * up, w2.double())
-
-    routed = torch.zeros_like(x)
-    for e in chosen.idx.unique().tolist():
-        token, slot = (chosen.idx == e).nonzero(as_tuple=True)
-        rows = expert(x[token], mlp.w13[e], mlp.w2[e]) * chosen.weights[token, slot].double()[:, None]
-        routed.index_add_(0, token, rows)
-    shared = expert(x, mlp.shared_gate_up, mlp.shared_down)
-    nominal = shared + config.trained_routed_scaling_factor * routed
-    norm = (nominal.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * mlp.norm_weight.double()
-    return Parts(routed * norm, shared * norm)
-
-
 def traced(tree: Path) -> tuple[int | None, int | None]:
     """What the contract tracer reads off a tree's sources: the routed exponents of hash layers and others."""
     from longrecall.kernels.contract.routed_scaling import Scenario, trace
@@ -169,6 +140,7 @@ def traced(tree: Path) -> tuple[int | None, int | None]:
 def measure_exponents(folder: Path, *, lines: int = 12, layers: list[int] | None = None) -> list[dict[str, Any]]:
     """One row per patched build: exponents from outputs (hash layers, others) and from source."""
     from longrecall.kernels.moe import combine_layers, fit_parts
+    from longrecall.runners.reference.evidence import reference_parts
     from longrecall.runners.reference.model import ReferenceModel
 
     rows = []
