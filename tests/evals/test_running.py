@@ -119,7 +119,7 @@ def test_false_convictions_stay_rare_however_often_one_looks():
 
 
 def test_a_decision_is_one_that_the_final_analysis_reaches_too():
-    """Six patches, one with a weak loss at one rung: at a bar below the final one it stayed undecided, asked no more."""
+    """Six patches, one with a weak loss at one rung: at a bar below the final one it stayed undecided, unasked."""
     roles = ["base", "aa", *["suspect"] * 6, "positive-control"]
     names = ["base", "base-again", *(f"p{i}" for i in range(6)), "bad"]
     builds = [Build(build_id=n, patch_ids=(), role=r) for n, r in zip(names, roles, strict=True)]  # type: ignore[arg-type]
