@@ -20,6 +20,7 @@ import pytest
 import tokenizers
 from typer.testing import CliRunner
 
+from longrecall.evals.paired import min_conversations_any_time
 from longrecall.results import run_folder
 from longrecall.results.campaign import CampaignError, Options, Watcher, exit_code, run_campaign
 from longrecall.results.eval_command import parse_fail_on, parse_rungs
@@ -230,6 +231,48 @@ def test_what_an_engine_cannot_be_asked_for_is_said_first(
     argv = command(write_patchset(tmp_path, unserved()), model, tmp_path / "runs", *args)[3:]
     done = CliRunner().invoke(build_app(argv), argv)
     assert done.exit_code == 2 and said in done.stderr, done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "code", "said"),
+    [
+        (
+            "replays.jsonl",
+            lambda text: text.replace('"rung":300', '"rung":7', 1),
+            3,
+            "was never planned by campaign.json",
+        ),
+        ("replays.jsonl", lambda text: text.replace('"base"', '["base"]', 1), 3, "replays.jsonl line 1: not a replay"),
+        (
+            "campaign.json",
+            lambda text: text.replace('"few-', '"gone-', 1),
+            3,
+            "stands in only one of campaign.json and",
+        ),
+        ("timing.json", lambda text: "[]", 2, "timing.json: "),
+    ],
+)
+def test_a_damaged_run_is_not_gone_on_with(
+    whole: subprocess.CompletedProcess[str], patchset: Path, model: Path, tmp_path: Path,
+    name: str, damage: Callable[[str], str], code: int, said: str,
+) -> None:  # fmt: skip
+    run_dir = tmp_path / "run"
+    shutil.copytree(json.loads(whole.stdout.splitlines()[-1])["run_dir"], run_dir)
+    before = (run_dir / name).read_text()
+    (run_dir / name).write_text(damage(before))
+    assert (run_dir / name).read_text() != before
+    argv = command(patchset, model, tmp_path / "runs", "--run-dir", str(run_dir))[3:]
+    done = CliRunner().invoke(build_app(argv), argv)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("longrecall: error: ")]
+    assert done.exit_code == code and len(errors) == 1 and said in errors[0], done.output
+
+
+def test_too_few_conversations_to_exonerate_anybody_are_said_first(tmp_path: Path, model: Path) -> None:
+    argv = command(write_patchset(tmp_path, unserved()), model, tmp_path / "runs", "--stop-early")[3:]
+    done = CliRunner().invoke(build_app(argv), argv)
+    said = " ".join(done.stderr.split())
+    assert f"--stop-early with {CONVERSATIONS} conversations can convict but exonerate nobody" in said
+    assert f"that takes {min_conversations_any_time(0.10, 0.05)} at least" in said
 
 
 def evidence(run_dir: Path) -> dict[str, Any]:
