@@ -249,9 +249,15 @@ class _Assembly:
         must = sum(event.tokens for event in queue if event.where == "first" or len(ends) == 1)
         if must > rooms[0]:
             minimum = self.rungs[0] + must - rooms[0]
+            movable = sum(event.tokens for event in queue if event.where != "first") if len(ends) == 1 else 0
             raise PlantError(
                 f"rung {self.rungs[0]} is too small for recipe {self.recipe.name!r}: its facts, the template and the "
                 f"longest question need at least {minimum} tokens in conversation {self.conversation_id}"
+                + (
+                    f"; with a longer rung after it ({self.rungs[0]},{2 * minimum}) the distractors can stand there"
+                    if 0 < must - movable <= rooms[0]
+                    else ""
+                )
             )
         where = {id(event): 0 for event in queue if event.where == "first" or len(ends) == 1}
         free = [rooms[0] - must, *rooms[1:]]

@@ -215,6 +215,24 @@ def test_too_small_a_target_is_an_error_with_the_minimum(
     assert minimum is not None and make(minimum).asks[0].prompt_tokens == minimum
 
 
+def test_a_lone_rung_that_is_too_small_names_two_that_do(
+    gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    reference = BUILT_IN["reference"]
+
+    def made(rungs: list[int]) -> int:
+        haystack = haystacks["gemma", reference.split]
+        return len(list(make_conversations(reference, ruler=gemma, rungs=rungs, count=1, seed=0, haystack=haystack)))
+
+    with pytest.raises(PlantError, match="a longer rung after it") as error:
+        made([448])
+    [two] = re.findall(r"\((\d+,\d+)\)", str(error.value))
+    assert made([int(rung) for rung in two.split(",")]) == 1
+    with pytest.raises(PlantError) as error:
+        made([60])
+    assert "a longer rung" not in str(error.value)
+
+
 def test_impossible_arguments_are_named(gemma: Ruler, haystacks: dict[tuple[str, str], Haystack]) -> None:
     def make(**changes: object) -> None:
         arguments = {"rungs": [900], "count": 1, "seed": 0} | changes
