@@ -71,7 +71,7 @@ def positive_control(family: Family, compared: list[list[Comparison]]) -> Contro
     """Every known-bad build must be convicted: a suite that cannot see a loss exonerates everyone."""
     found = [i for i, b in enumerate(family.builds) if b.role == "positive-control"]
     if not found:
-        detail = "the campaign has no build that is known to lose recall"
+        detail = 'the campaign has no build that is known to lose recall (a patch with role = "positive-control")'
         return ControlResult(name="positive", build=None, passed=False, detail=detail)
     shown = tuple(c for i in found for c in compared[i])
     missed = [i for i in found if not family.convicted(i)]
@@ -93,7 +93,8 @@ def negative_control(family: Family, compared: list[list[Comparison]]) -> Contro
     """A patch that does nothing must not be convicted (at `aa_alpha`, Holm over its own cells)."""
     found = [i for i, b in enumerate(family.builds) if b.role == "negative-control"]
     if not found:
-        return ControlResult(name="negative", build=None, passed=False, detail="the campaign has no no-op patch")
+        detail = 'the campaign has no no-op patch (role = "negative-control")'
+        return ControlResult(name="negative", build=None, passed=False, detail=detail)
     for i in found:
         p = holm(family.p_cell[i])
         if np.isfinite(p).any() and np.nanmin(p) <= family.config.aa_alpha:
