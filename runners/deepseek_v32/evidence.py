@@ -3,9 +3,13 @@
     python -m longrecall.runners.deepseek_v32.evidence MODEL --out evidence.json
 
 For prompts of a campaign's recipe the last query's index activations (after norm and rope, before rotation and
-rounding) are replayed through `kernels.indexer.emulate` in each format and fault: whether the value's first token,
-where it was stated or echoed, is among the top 2,048 (hit), and how much of the true attention distribution lies on
-what is selected (mass). Per layer; `answering_layer` is the one whose attention to the value is largest.
+rounding) are replayed through `kernels.indexer.emulate` in each format and fault, per layer:
+
+    value    of the attention on the value, how much lies on what is selected: its first token, where it was stated or
+             echoed, and the four after it, whose first-layer heads look back on it
+    mass     the same of the whole attention distribution
+
+`answering_layer` is the one whose attention to the value is largest.
 """
 
 import argparse
@@ -38,6 +42,9 @@ PIPELINES: Mapping[str, Pipeline] = {
 }
 
 
+LOOKING_BACK = 4
+
+
 @torch.no_grad()
 def captured(model: V32Model, ids: Sequence[int], gold: int, device: torch.device) -> list[Activations]:
     """Per layer the last query's activations, with its attention distribution and the places of the value."""
@@ -45,7 +52,8 @@ def captured(model: V32Model, ids: Sequence[int], gold: int, device: torch.devic
     tokens = torch.tensor([list(ids)], device=device)
     cos, sin = model.positions(1, len(ids), device)
     preset = replace(PRESETS["v3.2"], heads=c.index_n_heads, index_topk=c.index_topk, rope=rope_of(c))
-    needles = (tokens[0] == gold).nonzero()[:, 0]
+    stated = (tokens[0] == gold).nonzero()
+    needles = (stated + torch.arange(LOOKING_BACK + 1, device=device)).flatten().clamp(max=len(ids) - 1).unique()
     found = []
 
     def look(layer: int, normed: Tensor, latent_q: Tensor, q: Tensor, k: Tensor) -> None:
@@ -64,12 +72,13 @@ def captured(model: V32Model, ids: Sequence[int], gold: int, device: torch.devic
 
 
 def measured(activations: Activations, pipeline: Pipeline) -> tuple[float, float]:
-    """(hit, attention mass kept) of one query."""
+    """Kept of one query's attention: on the value, and of all."""
     chosen = select(activations, pipeline)[0]
     chosen = chosen[chosen >= 0].long()
     assert activations.needles is not None and activations.attention is not None
-    hit = float(bool(torch.isin(activations.needles[0].long(), chosen).any()))
-    return hit, float(activations.attention[0, chosen].sum())
+    places, attention = activations.needles[0].long(), activations.attention[0]
+    kept = attention[places[torch.isin(places, chosen)]].sum() / attention[places].sum()
+    return float(kept), float(attention[chosen].sum())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "answering_layer": int(value.argmax()),
             "builds": {
                 name: {
-                    "hit": [round(x, 4) for x in torch.tensor(cells)[..., 0].mean(0).tolist()],
+                    "value": [round(x, 4) for x in torch.tensor(cells)[..., 0].mean(0).tolist()],
                     "mass": [round(x, 4) for x in torch.tensor(cells)[..., 1].mean(0).tolist()],
                 }
                 for name, cells in table.items()
