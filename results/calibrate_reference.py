@@ -134,8 +134,7 @@ def write_catalogue(folder: Path, faults: Sequence[ReferenceFault]) -> Path:
         'engine = "reference"',
         f"margin = {MARGIN}",
         f"onset_tokens = {ONSET_TOKENS}",
-        f'args = ["--index-topk", "{ONSET_TOKENS}", "--max-running-requests", "64", "--prefix-cache-mb", "320",'
-        ' "--batch-window-ms", "100"]',
+        f'args = ["--index-topk", "{ONSET_TOKENS}", "--prefix-cache-mb", "320"]',
     ]
     for fault in faults:
         path = folder / "faults" / f"{fault.name}.diff"

@@ -503,6 +503,11 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
     stages = Stages()
     plan = make_plan(options, stages, watcher.note)
     run_dir, campaign = open_run(plan, watcher.note)
+    if not any(build.role == "positive-control" for build in campaign.builds):
+        watcher.note(
+            f'{plan.patchset.path} has no patch with role = "positive-control": without a build that is known to lose'
+            " recall nothing is exonerated"
+        )
     try:
         gone = asyncio.run(_serve_and_ask(plan, run_dir, campaign, stages, watcher))
     finally:

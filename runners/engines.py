@@ -90,6 +90,8 @@ class Engine:
     diff_prefix: str = ""
     """Folder that diffs may put before a source folder's name ("python/" in SGLang's own repository)."""
     module: str = ""
+    campaign_args: tuple[str, ...] = ()
+    """Launch arguments that suit a campaign better than the server's own defaults; a patchset's come after them."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions go into the manifest."""
     volatile: tuple[str, ...] = ()
@@ -120,7 +122,7 @@ class Engine:
 
     def fixed_args(self, threads: int) -> tuple[str, ...]:
         """Launch arguments of every build that the campaign decides, before the patchset's."""
-        return ("--threads", str(threads))
+        return ("--threads", str(threads), *self.campaign_args)
 
     def command(self, folder: Path, threads: int, args: tuple[str, ...]) -> tuple[str, ...]:
         """Launch command with "{port}" for the port; `folder` holds the model.
@@ -249,6 +251,9 @@ ENGINES: Mapping[str, Engine] = {
             launches=True,
             source_folders=("kernels", "needles", "runners"),
             module="longrecall.runners.reference.server",
+            # A block of four conversations in one batch, and the engine waits until it has come: every build then makes
+            # the same batches, and differs by its patch and not by their rounding.
+            campaign_args=("--max-running-requests", "64", "--batch-window-ms", "100"),
             capabilities=Capabilities(
                 continue_final=True, tokenize=True, cache_report=True, flush_cache=True, cache_salt=True,
                 prompt_logprobs=True, input_ids=True, indexer_topk=True, server_info=True,
