@@ -90,6 +90,8 @@ def synthetic_rows(rng: random.Random, run_id: str, probes: int) -> "pa.Table":
         "distance_turns": noise.integers(1, 60, probes),
         "context_tokens": rung,
         "cached_tokens": rung - 24,
+        "send_order": noise.permutation(probes),
+        "reply_hash": [f"{value:016x}" for value in noise.integers(2**63, size=probes)],
     }
     return pa.table({name: pa.array(columns[name], SCORES_SCHEMA.field(name).type) for name in SCORES_SCHEMA.names})
 

@@ -224,12 +224,13 @@ class Engine:
                 self._wait_for_company()
             arrived = list(self._inbox)
             self._inbox.clear()
+            # By content, not by arrival: the same set of requests makes the same batches, and so the same rounding.
+            # Short prompts first, so that none waits for the chunks of a long one that came with it.
+            # Under the lock: a request in neither list would let one too many into the queue.
+            for request in sorted(arrived, key=lambda r: (len(r.token_ids), r.cache_salt, r.token_ids)):
+                self._waiting.append(_Sequence(request, self.tokenizer, self._generator(request.sampling)))
             flushes, self._flush = self._flush, []
             stopping = self._stopping
-        # By content, not by arrival: the same set of requests makes the same batches, and so the same rounding.
-        # Short prompts first, so that none waits for the chunks of a long one that came with it.
-        for request in sorted(arrived, key=lambda r: (len(r.token_ids), r.cache_salt, r.token_ids)):
-            self._waiting.append(_Sequence(request, self.tokenizer, self._generator(request.sampling)))
         self.counters.requests += len(arrived)
         for done in flushes:
             free = not (self._waiting or self._prefilling or self._running)
@@ -356,13 +357,13 @@ class Engine:
             sequence.position += len(chunk.tokens)
             if sequence.position < len(sequence.tokens):
                 continue
-            self._prefilling.remove(sequence)
-            self._store(sequence, pinned=True)
             if sequence.request.sampling.max_tokens:
                 finished.append(sequence)
                 last_rows.append(output[-1])
-                self._running.append(sequence)
-            else:
+                self._running.append(sequence)  # before it leaves the other list: it counts as one of the queue
+            self._prefilling.remove(sequence)
+            self._store(sequence, pinned=True)
+            if not sequence.request.sampling.max_tokens:
                 self._store(sequence, pinned=False)
                 self._finish(sequence, "length")
         if finished:
