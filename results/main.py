@@ -10,7 +10,7 @@ torch, datasets and the kernels are imported by the command that needs them, nev
 
 import importlib
 import sys
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -66,14 +66,31 @@ def _placeholder(app: typer.Typer, name: str, command: Command) -> None:
     app.command(name=name, help=command.help)(lambda: None)
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        from longrecall.results.report import version
+
+        typer.echo(f"longrecall {version()}")
+        raise typer.Exit
+
+
+def _version_option(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Find the serving patch that made a model forget: planted facts, one-patch builds, verdicts, attribution."""
+
+
 def build_app(argv: list[str]) -> typer.Typer:
     """The app with every command named and only the one in `argv` imported."""
     app = typer.Typer(
-        help="Find the serving patch that made a model forget: planted facts, one-patch builds, verdicts, attribution.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback()(_version_option)
     bench = typer.Typer(help="Benchmarks; the last line on standard output is one JSON document.", no_args_is_help=True)
     wanted = argv[0] if argv else ""
     wanted_bench = argv[1] if wanted == "bench" and len(argv) > 1 else ""
