@@ -31,7 +31,7 @@ def test_four_bit_keys_without_rotation_are_convicted_and_eight_bit_keys_are_not
     assert verdicts["keys-q4_0-no-rotation"] == "culprit", done.said
     assert verdicts["keys-q8_0"] != "culprit" and verdicts["noop"] != "culprit", done.said
     assert all(control["passed"] for control in done.report["controls"].values()), done.said
-    assert [replay for replay in done.replays if replay["response"]["error"]] == []
+    assert [replay for replay in done.replays if replay["response"].get("error")] == []
     # One slot, one cached prompt: whatever follows an answer of its conversation finds the history there.
     wanted = [r["response"] for r in done.replays if "cached_at_least" in r["response"]]
     assert len(wanted) > 0.8 * len(done.replays)

@@ -198,7 +198,7 @@ def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: 
     assert done.verdicts["keys-3bit"] == "culprit" and done.verdicts["ffn-scaled-twice"] == "culprit", done.said
     assert done.verdicts["noop"] != "culprit", done.said
     assert all(control["passed"] for control in done.report["controls"].values()), done.said
-    assert [replay for replay in done.replays if replay["response"]["error"]] == []
+    assert [replay for replay in done.replays if replay["response"].get("error")] == []
     # All but the first probe of a conversation find its history in the cache.
     wanted = [replay["response"] for replay in done.replays if "cached_at_least" in replay["response"]]
     assert len(wanted) > 0.8 * len(done.replays)
