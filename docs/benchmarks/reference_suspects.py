@@ -71,13 +71,6 @@ def prompt_text(lines: int, seed: int) -> str:
     return "\n".join([*out, question])
 
 
-def encode(folder: Path, text: str) -> list[int]:
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    return ids if ids[:1] == [2] else [2, *ids]
-
-
 def record(folder: Path, tokens: list[int], path: Path) -> None:
     """Save the inputs of every layer's MoE when the base build prefills `tokens`."""
     from longrecall.runners.reference.interface import Chunk
@@ -140,14 +133,14 @@ def traced(tree: Path) -> tuple[int | None, int | None]:
 def measure_exponents(folder: Path, *, lines: int = 12, layers: list[int] | None = None) -> list[dict[str, Any]]:
     """One row per patched build: exponents from outputs (hash layers, others) and from source."""
     from longrecall.kernels.moe import combine_layers, fit_parts
-    from longrecall.runners.reference.evidence import reference_parts
+    from longrecall.runners.reference.evidence import prompt_tokens, reference_parts
     from longrecall.runners.reference.model import ReferenceModel
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="longrecall-suspects-") as scratch:
         work = Path(scratch)
         inputs = work / "inputs.safetensors"
-        record(folder, encode(folder, prompt_text(lines, 0)), inputs)
+        record(folder, prompt_tokens(folder, prompt_text(lines, 0)), inputs)
         given = load_file(inputs)
         model = ReferenceModel.load(folder)
         wanted = layers or list(range(len(model.layers)))
@@ -195,10 +188,11 @@ def measure_mhc(
     """KL from the fp32 mixing to each precision over the last `tail` positions, beside a change of packing alone."""
     from longrecall.kernels.sparse_attention import logits_kl
     from longrecall.runners.reference import model as module
+    from longrecall.runners.reference.evidence import prompt_tokens
     from longrecall.runners.reference.interface import Chunk
 
     model = module.ReferenceModel.load(folder, dtype=dtype)
-    texts = [encode(folder, prompt_text(lines, seed)) for seed in range(prompts)]
+    texts = [prompt_tokens(folder, prompt_text(lines, seed)) for seed in range(prompts)]
 
     def run(precision: Any, chunk: int | None = None) -> list[Tensor]:
         module.MHC_PRECISION = precision
@@ -256,6 +250,7 @@ def measure_decode(folder: Path, *, lengths: tuple[int, ...] = (300, 700, 1400),
 
     from longrecall.kernels.sparse_attention import decode_with_fault, logits_kl
     from longrecall.runners.reference import model as module
+    from longrecall.runners.reference.evidence import prompt_tokens
     from longrecall.runners.reference.interface import Chunk
 
     model = module.ReferenceModel.load(folder)
@@ -271,7 +266,7 @@ def measure_decode(folder: Path, *, lengths: tuple[int, ...] = (300, 700, 1400),
     ]
     rows = []
     for length in lengths:
-        tokens = encode(folder, prompt_text(length // 40 + 4, 1))[: length + steps]
+        tokens = prompt_tokens(folder, prompt_text(length // 40 + 4, 1))[: length + steps]
         if len(tokens) < length + steps:
             raise RuntimeError(f"the probe text has {len(tokens)} tokens; {length + steps} are needed")
         history = model.new_cache()
