@@ -197,12 +197,13 @@ def _by_residue(rows: list[tuple[str, int, float]], modulus: int) -> dict[int, l
 def _order(replies: Replies, baseline: str, patch: str) -> Observation | None:
     """Loss of the conversations asked late less that of those asked early: what a server's age does."""
     losses: dict[str, list[float]] = {}
-    sent: dict[str, list[int]] = {}
+    begun: dict[str, int] = {}
     for key, base, own in _paired(replies, baseline, patch):
         if base.right is not None and own.right is not None and own.send_order is not None:
             losses.setdefault(key[0], []).append(base.right - own.right)
-            sent.setdefault(key[0], []).append(own.send_order)
-    names = sorted(losses, key=lambda name: float(np.mean(sent[name])))
+            # By the first request: a conversation's last ones come when its server has time for them.
+            begun[key[0]] = min(own.send_order, begun.get(key[0], own.send_order))
+    names = sorted(losses, key=begun.__getitem__)
     half = len(names) // 2
     if half < 2:
         return None

@@ -128,7 +128,8 @@ class Journal:
         self.next_send_order = 0
         self._read_replays()
         sent = self._read_sent()
-        self.in_flight: tuple[Key, ...] = tuple(key for key in sent if key not in self.answered)
+        self._places = {key: order for key, order in sent.items() if key not in self.answered}
+        self.in_flight: tuple[Key, ...] = tuple(self._places)
         # Lines of several tasks share one fsync: the one who holds the lock writes what has gathered.
         self._waiting: dict[AppendFile, list[bytes]] = {self._replays: [], self._sent: []}
         self._asked = {self._replays: 0, self._sent: 0}
@@ -155,20 +156,25 @@ class Journal:
         for number, line in self._sent.lines():
             try:
                 order, *fields = json.loads(line)
-                found[Key(*fields)] = order
+                found.setdefault(Key(*fields), order)
             except (ValueError, TypeError) as problem:
                 raise JournalError(f"{self._sent.path} line {number}: not a sent record: {problem!r}") from None
             self.next_send_order = max(self.next_send_order, order + 1)
         return found
 
     async def sending(self, keys: Iterable[Key]) -> list[Sent]:
-        """Give each key its place in the send order and put the intent on the disk. Send only after this returns."""
+        """Give each key its place in the send order and put the intent on the disk. Send only after this returns.
+
+        A request of an earlier process that is asked again keeps its place: what is read off the order is then the
+        same whether or not a run was broken off.
+        """
         records = []
         for key in keys:
             if key in self.answered:
                 raise JournalError(f"{'/'.join(map(str, key))} is answered already and must not be sent again")
-            records.append(Sent(key=key, send_order=self.next_send_order))
-            self.next_send_order += 1
+            place = self._places.get(key, self.next_send_order)
+            records.append(Sent(key=key, send_order=place))
+            self.next_send_order = max(self.next_send_order, place + 1)
         lines = b"".join(json.dumps([r.send_order, *r.key], separators=(",", ":")).encode() + b"\n" for r in records)
         await self._append(self._sent, lines)
         return records

@@ -143,5 +143,5 @@ class Replay:
     arm: Arm
     repeat: int
     send_order: int
-    """Place in the order in which this run sent its requests, over all builds."""
+    """Place in the order in which this run first sent its requests, over all builds."""
     response: Response

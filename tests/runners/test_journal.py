@@ -43,6 +43,16 @@ def test_answered_and_in_flight_are_told_apart(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_request_asked_again_keeps_its_place_and_new_ones_come_after(tmp_path: Path) -> None:
+    write(tmp_path, [0, 1, 2], [0, 2])
+    for _ in range(2):  # broken off twice
+        journal = Journal(tmp_path)
+        sent = asyncio.run(journal.sending(keys(3, 1)))
+        assert [record.send_order for record in sent] == [3, 1]
+        journal.close()
+    assert Journal(tmp_path).next_send_order == 4
+
+
 def test_an_answered_probe_cannot_be_sent_or_answered_again(tmp_path: Path) -> None:
     write(tmp_path, [0], [0])
     journal = Journal(tmp_path)
