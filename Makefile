@@ -5,12 +5,15 @@ export PYTHONPATH := $(CURDIR)/.ns
 export PYTHONSAFEPATH := 1
 PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
+PIP = $(VENV)/bin/pip install -q -c constraints.txt
 
 .PHONY: install ns eval test check served serve report bench trend clean train-indexer train-v32 h200 sglang-cpu llamacpp
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
-	python3.11 -m venv $(VENV) && $(VENV)/bin/pip install -q -c constraints.txt -e '.[dev,history]' && touch $@
+	python3.11 -m venv $(VENV)
+	$(PIP) -e '.[dev,history]' || (sleep 10 && $(PIP) -e '.[dev,history]')  # what fails is most often a download
+	touch $@
 
 ns: $(FOLDERS:%=.ns/longrecall/%)
 .ns/longrecall/%: ; @mkdir -p .ns/longrecall && ln -sfn ../../$* $@
@@ -49,7 +52,7 @@ sglang-cpu: install
 	$(PYTHON) -m longrecall.runners.sglang_install $(SGLANG_VENV) $(SGLANG_ARGS)
 
 llamacpp: install
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[llamacpp]'
+	$(PIP) -e '.[llamacpp]' || (sleep 10 && $(PIP) -e '.[llamacpp]')
 
 # Campaigns on SGLang and llama.cpp themselves, on the CPU. The test of two replicas is for by hand: it has not been seen to pass.
 served: sglang-cpu llamacpp

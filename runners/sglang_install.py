@@ -15,6 +15,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,12 @@ IMPORTED = (
 )  # fmt: skip
 
 
+_TRIES = 3
+_PAUSE_S = 10.0
+_STEP_S = 1800.0
+"""torch and Triton are a gigabyte and a half to fetch and unpack."""
+
+
 class SglangInstallError(RuntimeError):
     """The environment could not be made; the message says which step failed and how its output ends."""
 
@@ -51,11 +58,27 @@ def python_of(venv: Path) -> Path:
 
 
 def _run(command: Sequence[str], what: str) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_STEP_S)
+    except subprocess.TimeoutExpired:
+        raise SglangInstallError(f"{what} was not done after {_STEP_S:.0f} s") from None
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise SglangInstallError(f"{what} failed with code {done.returncode}:\n{tail}")
     return done.stdout
+
+
+def _fetch(command: Sequence[str], what: str) -> None:
+    """Run pip; again where it failed, since what most often fails is a download. What it has fetched it keeps."""
+    for left in reversed(range(_TRIES)):
+        try:
+            _run(command, what)
+            return
+        except SglangInstallError as problem:
+            if not left:
+                raise SglangInstallError(f"{problem}\n(tried {_TRIES} times)") from None
+            print(f"{problem}\nonce more in {_PAUSE_S:.0f} s", file=sys.stderr, flush=True)
+            time.sleep(_PAUSE_S)
 
 
 def content() -> str:
@@ -106,7 +129,7 @@ def install(venv: Path, *, torch_index: str | None = None, say: bool = True) -> 
     for what, command in steps:
         if say:
             print(f"installing {what}", flush=True)
-        _run(command, f"installing {what}")
+        _fetch(command, f"installing {what}")
     put_shim(venv)
     check = "import sgl_kernel, torchvision, sglang.version, torch; print(sglang.version.__version__)"
     told = _run([str(python), "-c", check], "importing SGLang").strip()

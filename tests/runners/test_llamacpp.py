@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 def test_four_bit_keys_without_rotation_are_convicted_and_eight_bit_keys_are_not(
     tmp_path: Path, third_party: ModuleType
 ) -> None:
     done = third_party.campaign(
-        PATCHSET, tmp_path / "runs", 840.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
+        PATCHSET, tmp_path / "runs", 1800.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
         "--max-tokens", "8",
     )  # fmt: skip
     verdicts = done.verdicts

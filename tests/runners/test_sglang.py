@@ -539,6 +539,18 @@ def test_sglang_is_never_installed_into_our_own_environment(tmp_path: Path) -> N
     assert not sglang_install.is_complete(tmp_path)
 
 
+def test_a_download_that_fails_is_tried_again_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_install, "_PAUSE_S", 0.0)
+    python = sglang_install.python_of(tmp_path / "env")
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "calls"}\necho "the connection broke" >&2\nexit 1\n')
+    python.chmod(0o755)
+    said = r"installing torch for the CPU failed with code 1:\nthe connection broke\n\(tried 3 times\)"
+    with pytest.raises(sglang_install.SglangInstallError, match=said):
+        sglang_install.install(tmp_path / "env", say=False)
+    assert (tmp_path / "calls").read_text().count("torch==") == 3 and not sglang_install.is_complete(tmp_path / "env")
+
+
 def test_the_converted_weights_have_huggingfaces_names_and_norms() -> None:
     raw = {"token_embd.weight": torch.ones(4, 2), "output_norm.weight": torch.full((2,), 1.5)}
     for name in (*sglang_model._NORMS, *sglang_model._MATRICES):

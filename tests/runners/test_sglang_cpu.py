@@ -1,4 +1,7 @@
-"""SGLang itself on the CPU, as `make sglang-cpu` makes it: one server looked at closely, then a short campaign."""
+"""SGLang itself on the CPU, as `make sglang-cpu` makes it: a short campaign, then single servers looked at closely.
+
+In this order, because the single server stays up until its last test and takes four gigabytes.
+"""
 
 import asyncio
 import os
@@ -65,6 +68,51 @@ def test_the_shipped_diffs_apply_to_the_installed_sglang(tmp_path: Path) -> None
     assert packages["sglang"] == "0.5.23" and packages["sgl_kernel"].endswith("+longrecall")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: Path, third_party: ModuleType) -> None:
+    trees = {str(item.tree) for item in made(sglang_folder()).values()}
+    done = third_party.campaign(
+        PATCHSET, tmp_path / "runs", 1800.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
+        "--max-tokens", "8",
+    )  # fmt: skip
+    assert processes_of(trees) == []
+    assert done.verdicts["keys-3bit"] == "culprit" and done.verdicts["ffn-scaled-twice"] == "culprit", done.said
+    assert done.verdicts["noop"] != "culprit", done.said
+    assert all(control["passed"] for control in done.report["controls"].values()), done.said
+    assert [replay for replay in done.replays if replay["response"].get("error")] == []
+    # All but the first probe of a conversation find its history in the cache.
+    wanted = [replay["response"] for replay in done.replays if "cached_at_least" in replay["response"]]
+    assert len(wanted) > 0.8 * len(done.replays)
+    assert all(response["cached_tokens"] >= response["cached_at_least"] for response in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
+    build = made(sglang_folder())["base"]
+    patchset = replace(load_patchset(PATCHSET), deployment=Deployment(kind="replicas", policy="round_robin"))
+    group = ENGINE.server(build, patchset, tmp_path, 0)
+    question = Question(
+        messages=[{"role": "user", "content": "Hello"}], prompt_tokens=None, continue_final=False, max_tokens=2
+    )
+
+    async def use() -> list[Response]:
+        await group.wait_ready(900.0)
+        async with connect("base", group.url, model=str(sglang_folder())) as endpoint:
+            return [await ask(endpoint, question, random.Random(0)) for _ in range(4)]
+
+    try:
+        group.start()
+        replies = asyncio.run(use())
+        infos = [asyncio.run(server_info(name, url, "/server_info")) for name, url in group.info_urls().items()]
+    finally:
+        group.stop()
+    assert [reply.error for reply in replies] == [None] * 4 and len({reply.text for reply in replies}) == 1
+    assert len(infos) == 2 and changed_keys(infos[0], infos[1], ENGINE) == []
+    assert processes_of({str(build.tree)}) == []
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PreparedBuild]]:
     build = made(sglang_folder())["base"]
@@ -120,7 +168,7 @@ def test_the_prompt_is_the_planned_one_and_the_cache_says_so(base: tuple[Server,
     first, again, cold, overlong = asyncio.run(replies())
     assert [reply.error for reply in (first, again, cold)] == [None, None, None]
     assert first.prompt_tokens == asked.prompt_tokens and again.cached_tokens == asked.prompt_tokens - 1
-    assert cold.cached_tokens == 0 and again.text == first.text == cold.text
+    assert cold.cached_tokens == 0 and cold.text == first.text
     assert overlong.error is not None and overlong.error.startswith("overflow:")
     # The same tokens by number find the whole prompt in the cache: chat messages became exactly the planned prompt.
     messages = [
@@ -158,48 +206,3 @@ def test_right_answers_are_scored_and_decode_agrees_with_prefill(
     said = summarise(tmp_path, ["base"], "base", "base-again", None)["builds"]["base"]
     # Measured on this model: bf16 rounding, decode against prefill of the same tokens.
     assert sorted(said) == ["512", "640"] and all(rung["prefill_decode_nats"][0] < 0.02 for rung in said.values())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
-    build = made(sglang_folder())["base"]
-    patchset = replace(load_patchset(PATCHSET), deployment=Deployment(kind="replicas", policy="round_robin"))
-    group = ENGINE.server(build, patchset, tmp_path, 0)
-    question = Question(
-        messages=[{"role": "user", "content": "Hello"}], prompt_tokens=None, continue_final=False, max_tokens=2
-    )
-
-    async def use() -> list[Response]:
-        await group.wait_ready(900.0)
-        async with connect("base", group.url, model=str(sglang_folder())) as endpoint:
-            return [await ask(endpoint, question, random.Random(0)) for _ in range(4)]
-
-    try:
-        group.start()
-        replies = asyncio.run(use())
-        infos = [asyncio.run(server_info(name, url, "/server_info")) for name, url in group.info_urls().items()]
-    finally:
-        group.stop()
-    assert [reply.error for reply in replies] == [None] * 4 and len({reply.text for reply in replies}) == 1
-    assert len(infos) == 2 and changed_keys(infos[0], infos[1], ENGINE) == []
-    assert processes_of({str(build.tree)}) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: Path, third_party: ModuleType) -> None:
-    trees = {str(item.tree) for item in made(sglang_folder()).values()}
-    done = third_party.campaign(
-        PATCHSET, tmp_path / "runs", 1140.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
-        "--max-tokens", "8",
-    )  # fmt: skip
-    assert processes_of(trees) == []
-    assert done.verdicts["keys-3bit"] == "culprit" and done.verdicts["ffn-scaled-twice"] == "culprit", done.said
-    assert done.verdicts["noop"] != "culprit", done.said
-    assert all(control["passed"] for control in done.report["controls"].values()), done.said
-    assert [replay for replay in done.replays if replay["response"].get("error")] == []
-    # All but the first probe of a conversation find its history in the cache.
-    wanted = [replay["response"] for replay in done.replays if "cached_at_least" in replay["response"]]
-    assert len(wanted) > 0.8 * len(done.replays)
-    assert all(response["cached_tokens"] >= response["cached_at_least"] for response in wanted)
