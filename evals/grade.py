@@ -2,9 +2,11 @@
 
 The grader reads value tokens only; wording, markdown, thinking blocks and explanations around them do not count.
 A reply is ok when it commits to the gold value and to no other. A list of values is never ok, however many of them
-are right; values told person by person ("Ada: 48213, Bob: 90577") are no list: the one told of the person asked for is
-the answer, wherever it stands. Where the assistant turn was begun for the model ("The locker code of Ada is"), the
-answer is what comes next, and talk after the first sentence is not read.
+are right; values told person by person ("Ada: 48213, and 90577 is Bob's") are no list: the one told of the person asked
+for is the answer, wherever it stands. The gold plainly told of somebody else ("Bob's code is 48213") is no answer, and
+`other`; a reply that names the one asked for as well and does not refuse is read in its favour. Where the assistant
+turn was begun for the model ("The locker code of Ada is"), the answer is what comes next, and talk after the first
+sentence is not read.
 """
 
 import difflib
@@ -12,8 +14,9 @@ import re
 from collections.abc import Container
 from typing import NamedTuple
 
+from longrecall.evals.owners import People, is_of_another, names_the_asked, of_the_asked
 from longrecall.evals.schema import Outcome
-from longrecall.evals.values import Kind, Mention, canonical, clean, edit_distance, kind_of, labelled, read_values
+from longrecall.evals.values import Kind, Mention, canonical, clean, edit_distance, kind_of, read_values
 from longrecall.needles.schema import Conversation, Probe
 
 
@@ -35,7 +38,7 @@ _SAID = r"(?:mentioned|told|said|stated|specified|given|provided|shared|known|av
 _REFUSAL = re.compile(
     r"\b(?:i (?:do not|don't|cannot|can't|could not|couldn't|am unable|am not able|have no|did not|didn't)"
     r"|i'm (?:sorry|unable|not (?:sure|able|aware))|sorry|unable to|no (?:information|record|mention)"
-    rf"|not (?:{_SAID}|sure)|never {_SAID}|unknown|unspecified|as an ai"
+    rf"|not (?:{_SAID}|sure)|never {_SAID}|nothing (?:was |is |has been )?{_SAID}|unknown|unspecified|as an ai"
     rf"|(?:was|were|is|has|have)(?:n't| not) {_SAID}"
     r"|(?:do|does|did)(?:n't| not) (?:know|say|mention|recall|remember|have|contain|appear|tell)"
     r"|none|n/a|not applicable)\b",
@@ -124,8 +127,9 @@ def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Contai
         return Grade("loop", reader.written(body, values[0]) if values else None)
     if not values:
         return _no_value(body, segment, probe, reader, cut=cut)
+    told = values
     if not probe.answer_prefix:
-        values = labelled(segment, values, reader.names, reader.asked) or values
+        values = of_the_asked(segment, told, reader.people) or told
     chosen = _commit(segment, values, begun=bool(probe.answer_prefix))
     last = chosen[-1]
     if (
@@ -139,6 +143,9 @@ def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Contai
     wrong = [m for m in chosen if m.canonical not in reader.gold]
     if not wrong and all(_DENIED_BEFORE.search(segment[: m.start]) for m in values if m.canonical in reader.gold):
         return Grade("other", reader.written(segment, chosen[0]))  # "it is not 48213"
+    if not wrong and not probe.answer_prefix and is_of_another(segment, chosen[0], told, reader.people):
+        if not names_the_asked(segment, reader.people) or _REFUSAL.search(segment):
+            return Grade("other", reader.written(segment, chosen[0]))  # "Bob's code is 48213"
     if not wrong:
         return Grade("ok", reader.written(segment, chosen[0]))
     return Grade(reader.classify(wrong), reader.written(segment, wrong[0]))
@@ -222,10 +229,7 @@ class _Reader(NamedTuple):
     foreign: Container[str]
     max_words: int
     n_digits: int
-    names: frozenset[str]
-    """People and things that facts of the conversation are about."""
-    asked: frozenset[str]
-    """Those of them that the question names."""
+    people: People
 
     @classmethod
     def of(cls, probe: Probe, conversation: Conversation, foreign: Container[str], kind: Kind) -> "_Reader":
@@ -239,7 +243,6 @@ class _Reader(NamedTuple):
         planted = [value for fact in conversation.facts for value in (fact.value, *fact.aliases)]
         distractors = forms([*probe.distractor_values, *planted]) - gold - stale
         known = [*gold, *stale, *distractors]
-        names = frozenset(fact.entity for fact in conversation.facts if fact.entity)
         return cls(
             kind=kind,
             gold=gold,
@@ -248,8 +251,7 @@ class _Reader(NamedTuple):
             foreign=foreign,
             max_words=min(6, max(len(v.split()) for v in known)),
             n_digits=len(canonical(probe.gold, kind)),
-            names=names,
-            asked=frozenset(name for name in names if re.search(rf"\b{re.escape(name)}\b", probe.question, re.I)),
+            people=_people(probe, conversation),
         )
 
     def read(self, segment: str) -> list[Mention]:
@@ -301,6 +303,17 @@ class _Reader(NamedTuple):
 
     def written(self, segment: str, mention: Mention) -> str:
         return segment[mention.start : mention.end].strip()
+
+
+def _people(probe: Probe, conversation: Conversation) -> People:
+    own = [fact for fact in conversation.facts if fact.fact_id == probe.live_fact]
+    links = [fact for fact in conversation.facts if fact.fact_id in probe.needs and not fact.value]
+    named = {fact.entity for fact in [*conversation.facts, *links] if fact.entity and (fact.value or fact in links)}
+    return People(
+        named=frozenset(named),
+        asked=frozenset(name for name in named if re.search(rf"\b{re.escape(name)}\b", probe.question, re.I)),
+        right=frozenset(fact.entity for fact in [*own, *links] if fact.entity),
+    )
 
 
 def _edits(gold: str) -> int:

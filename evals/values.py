@@ -256,29 +256,3 @@ def edit_distance(a: str, b: str, *, limit: int) -> int:
             return limit + 1
         before, row = row, current
     return row[-1]
-
-
-def labelled(text: str, mentions: list[Mention], names: frozenset[str], asked: frozenset[str]) -> list[Mention] | None:
-    """Of values told person by person ("Ada: 48213, Bob: 90577"), those of the one asked for; None for other replies.
-
-    Every value must follow a name within its own line, and exactly one of the question's names must be among them.
-    Where a value comes before its person ("48213 is Ada's"), nothing is told by what stands before it.
-    """
-    people = "|".join(map(re.escape, names))
-    owner_follows = re.compile(
-        rf"[*`\"']*\s+(?:is|was|belongs to|goes to|for|of)\s+(?:that of |the \w+ of )?(?:{people})\b", re.IGNORECASE
-    )
-    places = sorted(
-        (match.end(), name) for name in names for match in re.finditer(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)
-    )
-    owners = []
-    for mention in mentions:
-        line = text.rfind("\n", 0, mention.start) + 1
-        before = [name for end, name in places if line <= end <= mention.start]
-        if not before or owner_follows.match(text, mention.end):
-            return None
-        owners.append(before[-1])
-    own = asked & set(owners)
-    if len(own) != 1 or len(set(owners)) < 2:
-        return None
-    return [mention for mention, owner in zip(mentions, owners, strict=True) if owner in own]

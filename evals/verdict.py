@@ -42,9 +42,10 @@ from longrecall.evals.secondary import flips, logprob_shifts
 from longrecall.evals.sizes import more_conversations_needed
 from longrecall.runners.schema import Build
 
-ANALYSIS_VERSION = "3"
+ANALYSIS_VERSION = "4"
 """Changes whenever the same replies could give another verdict. 2: values told person by person are graded by name.
-3: a run stopped on its results is exonerated by its e-values alone."""
+3: a run stopped on its results is exonerated by its e-values alone. 4: a value is told of a person on whichever side
+the name stands, and the gold told of somebody else is wrong."""
 MAX_MARGIN_SHARE = 0.5
 """The margin may be at most this share of what the positive control lost, and of what the baseline could lose."""
 

@@ -1,6 +1,7 @@
 """Grading: a golden table of reply texts and properties that hold for any value and any wording."""
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,11 @@ PROBES = {
     "begun": _probe("48213", stale=("11902",), distractors=("90577",), prefix="The locker code of Ada is"),
     "open": _probe("48213", stale=("11902",), distractors=("90577",)),
     "people": _probe(
-        "48213", stale=("11902",), distractors=("90577", "31415"), question="What is the locker code of Ada?"
+        "48213",
+        stale=("11902",),
+        distractors=("90577", "31415"),
+        live="f2",
+        question="What is the locker code of Ada?",
     ),
     "word": _probe("heron", stale=("otter",), distractors=("badger",)),
     "name": _probe("Maria Delgado", aliases=("Delgado",), distractors=("Jonas Brandt",)),
@@ -158,6 +163,84 @@ def test_a_list_of_values_is_never_ok_even_with_the_gold_in_it(values, separator
         lines = separator == "\n" and prefix
         got = grade(separator.join(values), "stop", None, probe, _conversation(*values)).outcome
         assert (got == "ok") == bool(lines)  # a begun answer ends with its line
+
+
+TELLINGS = [
+    "{name}'s code is {value}",
+    "{name}'s is {value}",
+    "{name}: {value}",
+    "the locker code of {name} is {value}",
+    "for {name} it is {value}",
+    "{value} is {name}'s",
+    "{value} ({name})",
+    "{value} belongs to {name}",
+    "{value} is the code of {name}",
+    "{value} was given to {name}",
+    "{value} for {name}",
+]
+JOINTS = [", ", "; ", "\n", "\n- ", " and ", ", and ", ", while ", ". "]
+
+
+def _ask_of_ada(people):
+    facts = tuple(
+        Fact(fact_id=name, entity=name, attribute="locker code", value=value, kind="keys", turn_index=0)
+        for name, value in people.items()
+    )
+    probe = _probe(people["Ada"], live="Ada", question="What is the locker code of Ada?")
+    return probe, dataclasses.replace(_conversation("1"), facts=facts)
+
+
+@given(
+    st.lists(five_digits, min_size=3, max_size=3, unique=True),
+    st.permutations(["Ada", "Bob", "Eve"]),
+    st.integers(2, 3),
+    st.lists(st.sampled_from(TELLINGS), min_size=3, max_size=3),
+    st.sampled_from(JOINTS),
+)
+def test_the_value_told_of_the_asked_is_the_answer_on_whichever_side_the_name_stands(values, order, n, forms, joint):
+    probe, conversation = _ask_of_ada(dict(zip(("Ada", "Bob", "Eve"), values, strict=True)))
+    told = list(dict.fromkeys(["Ada", *order]))[:n]
+    told.sort(key=order.index)
+    true = dict(zip(("Ada", "Bob", "Eve"), values, strict=True))
+    swapped = true | {"Ada": true[other := next(name for name in told if name != "Ada")], other: true["Ada"]}
+    for said, expected in ((true, "ok"), (swapped, "distractor")):
+        text = joint.join(form.format(name=name, value=said[name]) for form, name in zip(forms, told, strict=False))
+        assert grade(text + ".", "stop", None, probe, conversation).outcome == expected, text
+
+
+@given(st.lists(five_digits, min_size=2, max_size=2, unique=True), st.sampled_from(TELLINGS))
+def test_the_gold_told_of_somebody_else_is_not_the_answer(values, form):
+    probe, conversation = _ask_of_ada({"Ada": values[0], "Bob": values[1]})
+    told = {name: form.format(name=name, value=values[0]) for name in ("Ada", "Bob")}
+    plain = [wrapper for wrapper in WRAPPERS if "Ada" not in wrapper and "It is" not in wrapper]
+    for name, expected in (("Bob", "other"), ("Ada", "ok")):
+        assert grade(told[name], "stop", None, probe, conversation).outcome == expected
+        for shown in plain:
+            assert grade(shown.format(told[name]), "stop", None, probe, conversation).outcome == expected
+    refused = f"I do not know the code of Ada; {told['Bob']}."
+    assert grade(refused, "stop", None, probe, conversation).outcome == "other"
+    assert grade(f"{told['Bob']}. So is Ada's.", "stop", None, probe, conversation).outcome == "ok"
+
+
+def test_a_chain_or_the_next_in_order_is_told_of_the_person_it_ends_at():
+    hop = _conversation("48213", "90577")
+    facts = (
+        Fact(fact_id="f0", entity="Cid", attribute="code", value="48213", kind="hops", turn_index=0),
+        Fact(fact_id="f1", entity="Eve", attribute="code", value="90577", kind="hops", turn_index=0),
+        Fact(fact_id="l0", entity="Ada", attribute="code", value="", kind="link", turn_index=0),
+    )
+    hop = dataclasses.replace(hop, facts=facts)
+    chain = dataclasses.replace(_probe("48213", question="What is the code of Ada?"), needs=("f0", "l0"))
+    after = _probe("48213", question="Which code came right after the one of Eve?")
+    for text, probe, expected in (
+        ("Cid's code is 48213.", chain, "ok"),
+        ("Eve's code is 48213.", chain, "other"),
+        ("Ada has the code of Cid, which is 48213; 90577 is Eve's.", chain, "ok"),
+        ("Eve's was 90577, and then came Cid's, 48213.", after, "ok"),
+        ("After Eve's code came 48213.", after, "ok"),
+        ("The one after Eve's is 48213.", after, "ok"),
+    ):
+        assert grade(text, "stop", None, probe, hop).outcome == expected, text
 
 
 @given(st.text(max_size=300), st.sampled_from(["stop", "length", None]))
