@@ -48,6 +48,7 @@ from longrecall.runners.builds import (
     changed_keys,
     check_builds,
     given_builds,
+    make_trees,
     prepare_builds,
     with_server_info,
     without_secrets,
@@ -183,6 +184,10 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     patchset = _selected(patchset, options.only)
     _check_arms(options, engine)
     recipe = named_recipe(options.recipe)
+    parallel = options.parallel or (cpu_count() if engine.launches else 2)
+    threads = options.threads or max(1, cpu_count() // parallel)
+    with stages.stage("builds_s"):  # a diff that does not apply is named before anything takes time
+        trees = make_trees(patchset, engine, threads=threads) if engine.launches else None
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
@@ -207,11 +212,9 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
             f"--stop-early with {options.conversations} conversations can convict but exonerate nobody: at a margin of"
             f" {margin:g} that takes {least} at least"
         )
-    parallel = options.parallel or (cpu_count() if engine.launches else 2)
-    threads = options.threads or max(1, cpu_count() // parallel)
     with stages.stage("builds_s"):
-        if engine.launches:
-            prepared = prepare_builds(patchset, engine, model, threads=threads)
+        if trees is not None:
+            prepared = prepare_builds(patchset, engine, model, threads=threads, trees=trees)
         else:
             prepared = given_builds(patchset)
     builds = tuple(item.build for item in prepared)

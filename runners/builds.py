@@ -22,9 +22,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from longrecall.runners.diffs import DiffError, apply_diff
-from longrecall.runners.engines import ROOT, SOURCE_SUFFIXES, Engine, is_volatile
+from longrecall.runners.engines import ROOT, SOURCE_SUFFIXES, BaseSource, Engine, is_volatile
 from longrecall.runners.patchset import read_diffs, read_source_patcher
 from longrecall.runners.schema import Build, Manifest, Patch, PatchSet
 
@@ -282,11 +283,29 @@ class ModelFolder:
     template_hash: str | None
 
 
-def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, threads: int) -> list[PreparedBuild]:
-    """Make every build of a patchset: base, base again, then one for each patch.
+class Tree(NamedTuple):
+    """The source of one build, in the store."""
+
+    folder: Path
+    hash: str
+    diff_hash: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trees:
+    """The sources of a patchset's builds."""
+
+    source: BaseSource
+    base: Tree
+    patched: Mapping[str, Tree]
+    """By patch_id; a patch that leaves the source as it is has none of its own."""
+
+
+def make_trees(patchset: PatchSet, engine: Engine, *, threads: int) -> Trees:
+    """Apply every diff and run every build command of a patchset; needs no model.
 
     Raises:
-        BuildError: a tree cannot be made, or two builds differ by more than the named patch.
+        BuildError: a tree cannot be made, or a patch leaves the source as it was.
     """
     store = cache_dir() / "builds"
     clean_store(store)
@@ -294,29 +313,47 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
     folders, suffixes = source.folders, engine.source_suffixes
     base_tree, source_hash = make_base_tree(source.root, folders, store, suffixes)
     engine.finish_tree(source.root, base_tree)
+    patched = {}
+    for patch in patchset.patches:
+        diffs = read_diffs(patchset, patch)
+        if not diffs and not patch.build_command:
+            continue
+        tree, tree_hash = make_patched_tree(
+            base_tree, folders, store, diffs, patch.patch_id, suffixes, prefix=engine.diff_prefix,
+            build_command=patch.build_command, env=_passed_env() | declared_env(patchset, patch, threads),
+        )  # fmt: skip
+        engine.finish_tree(base_tree, tree)
+        if tree_hash == source_hash:
+            raise BuildError(f"patch {patch.patch_id!r}: its diffs leave the source as it was")
+        patched[patch.patch_id] = Tree(tree, tree_hash, diff_hash(diffs))
+    return Trees(source=source, base=Tree(base_tree, source_hash), patched=patched)
+
+
+def prepare_builds(
+    patchset: PatchSet, engine: Engine, model: ModelFolder, *, threads: int, trees: Trees | None = None
+) -> list[PreparedBuild]:
+    """Make every build of a patchset: base, base again, then one for each patch.
+
+    trees: those of `make_trees`, where they were made before the model was known.
+
+    Raises:
+        BuildError: a tree cannot be made, or two builds differ by more than the named patch.
+    """
+    trees = trees or make_trees(patchset, engine, threads=threads)
+    source = trees.source
     packages = package_versions(engine.packages) if source.packages is None else source.packages
     machine = ", ".join(filter(None, (hardware(), source.hardware)))
     prepared = []
     members: list[tuple[str, Patch | None]] = [(BASE, None), (BASE_AGAIN, None)]
     members += [(patch.patch_id, patch) for patch in patchset.patches]
     for build_id, patch in members:
-        diffs = read_diffs(patchset, patch) if patch else ()
         declared = declared_env(patchset, patch, threads)
-        passed = {name: os.environ[name] for name in _PASSED_ENV if name in os.environ}
-        tree, tree_hash = base_tree, source_hash
-        if patch and (diffs or patch.build_command):
-            tree, tree_hash = make_patched_tree(
-                base_tree, folders, store, diffs, patch.patch_id, suffixes, prefix=engine.diff_prefix,
-                build_command=patch.build_command, env=passed | declared,
-            )  # fmt: skip
-            engine.finish_tree(base_tree, tree)
-            if tree_hash == source_hash:
-                raise BuildError(f"patch {patch.patch_id!r}: its diffs leave the source as it was")
+        tree = trees.patched.get(build_id, trees.base)
         args = patchset.args + (patch.args if patch else ()) + override_args(patchset, patch)
         manifest = Manifest(
-            source_hash=source_hash,
-            tree_hash=tree_hash,
-            diff_hash=diff_hash(diffs),
+            source_hash=trees.base.hash,
+            tree_hash=tree.hash,
+            diff_hash=tree.diff_hash,
             args=(*engine.fixed_args(threads), *args),
             env=recorded_env(declared),
             packages=packages,
@@ -326,8 +363,8 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
             hardware=machine,
         )
         role = "base" if build_id == BASE else "aa" if patch is None else patch.role
-        env = passed | declared
-        env |= engine.import_env(tree, source, env)
+        env = _passed_env() | declared
+        env |= engine.import_env(tree.folder, source, env)
         command = engine.command(model.path, threads, args)
         if command[0] == sys.executable:
             command = (source.python, *command[1:])
@@ -336,13 +373,17 @@ def prepare_builds(patchset: PatchSet, engine: Engine, model: ModelFolder, *, th
                 build=Build(
                     build_id=build_id, patch_ids=(build_id,) if patch else (), role=role, manifest=manifest
                 ),
-                tree=tree,
+                tree=tree.folder,
                 command=command,
                 env=env,
             )
         )  # fmt: skip
     check_builds([item.build for item in prepared], patchset, engine)
     return prepared
+
+
+def _passed_env() -> dict[str, str]:
+    return {name: os.environ[name] for name in _PASSED_ENV if name in os.environ}
 
 
 def override_args(patchset: PatchSet, patch: Patch | None) -> tuple[str, ...]:

@@ -578,3 +578,21 @@ def test_what_cannot_be_done_is_refused_before_anything_is_read(
     done = CliRunner().invoke(build_app(arguments), arguments)
     assert done.exit_code == 2
     assert "longrecall: error: " in done.output and message in done.output
+
+
+def test_a_diff_that_does_not_apply_is_named_before_the_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stale.diff").write_text(
+        "--- a/runners/gold.py\n+++ b/runners/gold.py\n@@ -1,1 +1,1 @@\n-a line that never was\n+another\n"
+    )
+    (tmp_path / "mine.toml").write_text(
+        'name = "mine"\nengine = "reference"\n[[patch]]\nid = "stale"\ndiffs = ["stale.diff"]\n'
+    )
+    monkeypatch.setenv("LONGRECALL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("longrecall.results.campaign.find_model", lambda *given: pytest.fail("looked for the model"))
+    arguments = ["eval", str(tmp_path / "mine.toml"), "--runs-dir", str(tmp_path / "runs")]
+    done = CliRunner().invoke(build_app(arguments), arguments)
+    assert done.exit_code == 2
+    assert "stale.diff" in done.output and "runners/gold.py" in done.output
+    assert not (tmp_path / "runs").exists()
