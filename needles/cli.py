@@ -61,9 +61,13 @@ def _ruler(
     if not isinstance(variables, dict):
         raise RulerError(f"--template-args {template_args!r} is not a JSON object")
     if server is not None:
+        if given := [name for name, value in (("--tokenizer", tokenizer), ("--template", template)) if value]:
+            raise RulerError(f"{' and '.join(given)} cannot be given with --server, which counts with its own")
         from longrecall.needles.server_ruler import ServerRuler
 
         return ServerRuler(server, model=model, template_args=variables)
+    if model is not None:
+        raise RulerError(f"--model {model} names a model of --server, which is not given")
     if tokenizer is None:
         from longrecall.runners.reference.convert import reference_folder
 
@@ -159,10 +163,11 @@ def show(
     rung: Annotated[int | None, typer.Option(help="Show the prompts of this rung. Default: the first.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Print fillers whole instead of their beginning.")] = False,
 ) -> None:
-    """Print a conversation with its facts marked, and the prompts that ask about them."""
+    """Print a conversation with its facts marked ("[fact: …]" where there is no colour), and the prompts that ask."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from longrecall.needles.dataset import iter_parquet, set_file
 
@@ -176,13 +181,15 @@ def show(
     if chosen not in found.rungs:
         _fail(f"{found.conversation_id} has no rung {chosen}; its rungs are {', '.join(map(str, found.rungs))}")
     console = Console()
+    coloured = console.color_system is not None and not console.no_color
     asks = [ask for ask in found.asks if ask.rung == chosen]
     end = max((ask.turn_end for ask in asks), default=len(found.turns))
     console.print(f"[bold]{found.conversation_id}[/] rung {chosen}, history of {end} turns", highlight=False)
     for turn in found.turns[:end]:
         text = turn.content if full or turn.fact_ids or len(turn.content) < 100 else f"{turn.content[:97]}…"
-        mark = "[bold yellow]" if turn.fact_ids else "[dim]"
-        console.print(f"{turn.turn_index:>4} {turn.role:<9} {mark}{escape(text)}[/]", highlight=False)
+        style = "bold yellow" if turn.fact_ids else "dim"
+        text = f"[fact: {text}]" if turn.fact_ids and not coloured else text
+        console.print(Text(f"{turn.turn_index:>4} {turn.role:<9} ").append(text, style))
     table = Table("probe", "kind", "question", "gold", "depth %", "distance", box=None)
     probes = {probe.probe_id: probe for probe in found.probes}
     if lost := [ask.probe_id for ask in asks if ask.probe_id not in probes]:
@@ -217,6 +224,8 @@ def lint(
     from longrecall.needles.dataset import iter_parquet, set_file, stored_hash, suite_hash
     from longrecall.needles.lint import Linter
 
+    if not tokenizer and not server and (template or model or template_args != "{}"):
+        _fail("--template, --template-args and --model say how to check lengths: give --tokenizer or --server too")
     try:
         ruler = _ruler(tokenizer, template, template_args, server, model) if tokenizer or server else None
         linter = Linter(ruler)

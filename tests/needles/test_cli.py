@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,10 +33,59 @@ def test_make_lint_show_and_stats(tmp_path: Path, tekken_folder: Path) -> None:
         assert checked.exit_code == 0 and "3 conversations, 0 problems (lengths checked)" in checked.output
     shown = run.invoke(app, ["show", str(tmp_path / "set"), "--conversation", "2", "--rung", "1100"])
     assert shown.exit_code == 0 and "keys-00002" in shown.output
+    turns = read_parquet(tmp_path / "set" / "conversations.parquet")[2].turns
+    assert 0 < shown.output.count("[fact: ") <= sum(bool(turn.fact_ids) for turn in turns)
     counted = run.invoke(app, ["stats", str(tmp_path / "set"), "--json"])
     cells = json.loads(counted.stdout)["cells"]
     assert [(cell["kind"], cell["rung"], cell["prompts"]) for cell in cells] == [("keys", 700, 24), ("keys", 1100, 24)]
     assert "24" in run.invoke(app, ["stats", str(tmp_path / "set")]).output
+
+
+def test_facts_are_marked_in_words_where_no_colour_shows_them(tmp_path: Path, tekken: Ruler) -> None:
+    path = tmp_path / "set.parquet"
+    made_now = list(make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=1, seed=0))
+    write_parquet(made_now, path)
+    value = made_now[0].facts[0].value
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "200"}
+    for environment, marked in (
+        ({"COLUMNS": "200"}, True),
+        (terminal, False),
+        (terminal | {"NO_COLOR": "1"}, True),
+        (terminal | {"TERM": "dumb"}, True),
+    ):
+        names = ("FORCE_COLOR", "NO_COLOR", "TERM", "COLORTERM", "COLUMNS")
+        shown = run.invoke(app, ["show", str(path)], env=dict.fromkeys(names) | environment).output
+        assert ("[fact: " in shown) == marked and ("\x1b[1;33m" in shown) == (not marked), environment
+        if marked:
+            plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+            assert re.search(rf"\[fact: [^]]*{value}[^]]*\]", plain), environment
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["lint", "--template", "mine.jinja"], "give --tokenizer or --server"),
+        (["lint", "--template-args", '{"enable_thinking": false}'], "give --tokenizer or --server"),
+        (["lint", "--model", "m"], "give --tokenizer or --server"),
+        (["lint", "--tokenizer", "FOLDER", "--model", "m"], "--model m names a model of --server"),
+        (
+            ["lint", "--tokenizer", "FOLDER", "--server", "http://127.0.0.1:9"],
+            "--tokenizer cannot be given with --server",
+        ),
+        (
+            ["lint", "--template", "x.jinja", "--server", "http://127.0.0.1:9"],
+            "--template cannot be given with --server",
+        ),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    command: list[str], message: str, tmp_path: Path, tekken_folder: Path, tekken: Ruler
+) -> None:
+    path = tmp_path / "set.parquet"
+    write_parquet(make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=1, seed=0), path)
+    given = [str(tekken_folder) if word == "FOLDER" else word for word in command]
+    result = run.invoke(app, [given[0], str(path), *given[1:]])
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_residues_are_asked(tmp_path: Path, tekken_folder: Path) -> None:
