@@ -9,6 +9,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +30,16 @@ PLOTTED = {
 
 class UsageError(ValueError):
     """An option that cannot be read."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What is wrong with an option or a file is said in one line, with exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"longrecall: error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -130,6 +142,7 @@ def _table(rows: "list[Row]") -> None:
 
 
 @app.command()
+@refusing()
 def sweep(
     preset: Annotated[str, typer.Option(help="v3.2, glm-5, v4-flash, v4-pro or reference.")] = "v4-flash",
     lengths: Annotated[str, typer.Option(help="Context tokens: 1K..1M doubles, 4K,16K lists.")] = "1K..64K",

@@ -36,9 +36,12 @@ def test_sweep_prints_plots_and_writes_rows(tmp_path: Path, suffix: str) -> None
 
 
 def test_unknown_names_are_errors_that_name_them() -> None:
-    for option, value in (("--preset", "v9"), ("--formats", "fp7"), ("--faults", "gremlins")):
+    wrong = (("--preset", "v9"), ("--formats", "fp7"), ("--faults", "gremlins"), ("--lengths", "4Q"),
+             ("--capture", "no-such.safetensors"))  # fmt: skip
+    for option, value in wrong:
         result = CliRunner().invoke(app, ["sweep", option, value])
-        assert isinstance(result.exception, ValueError) and value in str(result.exception)
+        assert result.exit_code == 2 and result.output.startswith("longrecall: error: ")
+        assert value in result.output and result.output.count("\n") == 1
 
 
 def test_faults_are_listed_with_their_sources() -> None:

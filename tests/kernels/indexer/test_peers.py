@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from longrecall.kernels.indexer.bench import select_rows
+from longrecall.kernels.indexer.bench_cases import Shape, select_rows
 from longrecall.kernels.indexer.peers import Peers, deep_gemm_scores, paged_cache
 
 
@@ -54,10 +54,8 @@ def test_many_queries_over_shared_keys_go_to_the_contiguous_scores() -> None:
 
 
 def test_a_cpu_bench_of_selections_asks_for_no_gpu_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longrecall.kernels.indexer.bench import Shape
-
-    monkeypatch.setattr("longrecall.kernels.indexer.bench.time_cpu", lambda call: (1.0, 2.0, 3.0))
+    monkeypatch.setattr("longrecall.kernels.indexer.bench_cases.time_cpu", lambda call: (1.0, 2.0, 3.0))
     peers = Peers()
-    rows = list(select_rows([Shape.parse("2x4K")], "cpu", peers))
+    rows = list(select_rows(Shape.parse("2x4K"), "cpu", peers))
     assert [row.provider for row in rows] == ["longrecall", "torch.topk"]
     assert not peers.left_out and not peers.versions

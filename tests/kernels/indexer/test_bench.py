@@ -1,0 +1,103 @@
+"""The bench's cases: chosen by name, each in a process of its own, one that dies reported beside the others."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from longrecall.kernels.indexer import bench, bench_cases, topk
+from longrecall.kernels.indexer.bench_cases import CaseName
+from longrecall.kernels.indexer.cli import UsageError
+from longrecall.kernels.indexer.peers import Peers
+from longrecall.results.main import build_app
+
+STAND_IN = """
+import json, os, sys, time
+asked = json.loads(sys.stdin.readline() or "null")
+if asked is None:
+    sys.exit(0)
+name = asked["case"]
+if name == "select:1x3K":
+    time.sleep(600)
+row = {"op": "select", "provider": "longrecall", "shape": name, "dtype": "fp32", "unit": "us", "p20": 1.0, "p50": 1.0,
+       "p80": 1.0, "extra_mb": None, "worst_tie": 0.0, "pid": os.getpid()}
+found = {"rows": [row], "peers": {"some": "1"}, "left_out": {}, "machine": {"device": sys.argv[1], "gpu": None}}
+with open(asked["to"], "w") as file:
+    json.dump(found, file)
+if name == "select:1x2K":
+    print("something before")
+    print("out of shared memory")
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of what measures: one row for each case, then death at 1x2K; nothing and no end at 1x3K."""
+    (tmp_path / "stand_in_for_cases.py").write_text(STAND_IN)
+    monkeypatch.setattr(bench, "MEASURES", "stand_in_for_cases")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+def invoke(*arguments: str) -> tuple[int, dict]:  # type: ignore[type-arg]
+    result = CliRunner().invoke(build_app(["bench", "indexer"]), ["bench", "indexer", *arguments])
+    return result.exit_code, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_cases_are_named_in_full_or_by_patterns_of_the_table() -> None:
+    assert len(bench.cases("cuda", None)) == 7 * 2 + 9
+    assert bench.cases("cuda", "score:64x128K*:fp8") == ["score:64x128K:fp8", "score:64x128K-distinct:fp8"]
+    assert bench.cases("cpu", "select:3x600, select:3x600,score:1x2M:fp32") == ["select:3x600", "score:1x2M:fp32"]
+    for name in [*bench.cases("cuda", None), *bench.cases("cpu", None)]:
+        assert str(CaseName.parse(name)) == name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["score:1x4K", "score:1x4K:fp4", "select:1x4K:fp8", "sort:1x9K", "score:8x1K-distinct:fp32",
+     "select:1x1K-distinct", "score:1x7K:*"],
+)  # fmt: skip
+def test_a_case_that_does_not_exist_is_named(wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong.replace("*", r"\*")):
+        bench.cases("cuda", wrong)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_case_that_dies_is_reported_and_the_others_go_on(stand_in: None, tmp_path: Path, early: bool) -> None:
+    names = ["select:1x1K", "select:1x2K", "select:1x4K"]
+    findings = bench.Findings(device="cuda" if early else "cpu", commit=None, not_run=list(names))
+    file = tmp_path / "out.json"
+    bench.run_cases(names, findings, threads=1, seconds=120, json_to=file)
+    assert findings.failed == {"select:1x2K": "exit code 7: out of shared memory"}
+    written = json.loads(file.read_text())
+    # what was measured before a case broke off stays
+    assert [row["shape"] for row in written["rows"]] == names
+    assert len({row["pid"] for row in written["rows"]} - {os.getpid()}) == 3
+    assert written["not_run"] == [] and written["peers"] == {"some": "1"}
+
+
+def test_a_case_that_never_ends_is_ended(stand_in: None) -> None:
+    findings = bench.Findings(device="cpu", commit=None, not_run=["select:1x3K"])
+    bench.run_cases(["select:1x3K"], findings, threads=1, seconds=1, json_to=None)
+    assert findings.failed == {"select:1x3K": "not done after 1 s"} and findings.rows == []
+
+
+def test_a_bench_with_a_failed_case_says_so_and_leaves_with_three(stand_in: None) -> None:
+    code, document = invoke("--device", "cpu", "--cases", "select:1x2K,select:1x1K")
+    assert code == 3 and list(document["failed"]) == ["select:1x2K"] and len(document["rows"]) == 2
+
+
+def test_a_case_on_a_cpu_is_checked_and_timed() -> None:
+    code, document = invoke("--device", "cpu", "--cases", "select:2x600")
+    assert code == 0 and document["failed"] == {} and document["device"] == "cpu"
+    assert [(row["provider"], row["worst_tie"]) for row in document["rows"]] == [("longrecall", 0), ("torch.topk", 0)]
+    assert all(0 < row["p20"] <= row["p50"] <= row["p80"] for row in document["rows"])
+
+
+def test_a_wrong_result_of_ours_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "index_topk", lambda *given, **more: torch.arange(bench_cases.K).unsqueeze(0))
+    with pytest.raises(bench_cases.BenchError, match="longrecall at 1x2K bf16 picks a key"):
+        list(bench_cases.score_rows(bench_cases.Shape.parse("1x2K"), "bf16", "cpu", Peers()))
