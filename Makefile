@@ -7,7 +7,7 @@ PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
 PIP = $(VENV)/bin/pip install -q -c constraints.txt
 
-.PHONY: install ns eval test check served serve report bench trend clean train-indexer train-v32 h200 sglang-cpu llamacpp
+.PHONY: install ns eval test check served serve report bench bench-h200-indexer trend clean train-indexer train-v32 h200 sglang-cpu llamacpp
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -35,6 +35,10 @@ report: install
 
 bench: install
 	$(PYTHON) -m longrecall.results.main bench $(BENCH)
+
+# On the GPU machine: both files of docs/benchmarks/indexer_h200 from one run, bench with the installed peers and GPU tests.
+bench-h200-indexer: ns
+	$(PYTHON) docs/benchmarks/indexer_h200.py $(BENCH_ARGS)
 
 trend: install
 	$(PYTHON) -m longrecall.results.main trend $(TREND_ARGS)

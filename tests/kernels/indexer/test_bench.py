@@ -1,8 +1,11 @@
 """The bench's cases: chosen by name, each in a process of its own, one that dies reported beside the others."""
 
+import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from longrecall.kernels.indexer.cli import UsageError
 from longrecall.kernels.indexer.peers import Peers
 from longrecall.results.main import build_app
 
+ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = """
 import json, os, sys, time
 asked = json.loads(sys.stdin.readline() or "null")
@@ -101,3 +105,51 @@ def test_a_wrong_result_of_ours_fails_its_case(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(topk, "index_topk", lambda *given, **more: torch.arange(bench_cases.K).unsqueeze(0))
     with pytest.raises(bench_cases.BenchError, match="longrecall at 1x2K bf16 picks a key"):
         list(bench_cases.score_rows(bench_cases.Shape.parse("1x2K"), "bf16", "cpu", Peers()))
+
+
+# The page of the H200 numbers
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("indexer_h200", ROOT / "docs/benchmarks/indexer_h200.py")
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def measured(op: str, provider: str, shape: str, dtype: str, p50: float) -> dict[str, object]:
+    return {"op": op, "provider": provider, "shape": shape, "dtype": dtype, "p50": p50, "extra_mb": None}
+
+
+def test_the_page_holds_every_time_against_its_target_and_the_best_of_the_same_case(script: ModuleType) -> None:
+    rows = [
+        measured("score+select", "longrecall", "64x128K-distinct", "fp8", 346.1),
+        measured("score+select", "deep_gemm + deep_select", "64x128K-distinct", "fp8", 300.2),
+        measured("score+select", "torch", "64x128K-distinct", "bf16", 3531.0),
+        measured("score+select", "longrecall", "1x1M", "fp8", 67.7),
+        measured("select", "longrecall", "1x1M", "fp32", 29.6),
+        measured("select", "torch.topk", "1x1M", "fp32", 59.2),
+    ]
+    document = {
+        "at": "2026-11-30T00:00:00+00:00", "commit": "abc", "gpu": "GPU", "torch": "2", "triton": "3", "peers": {},
+        "left_out": {}, "failed": {"select:1x4K": "exit code 7"}, "not_run": ["select:64x1M"], "rows": rows,
+        "tests": {"passed": 25, "failed": 0, "skipped": 0, "seconds": 60.0, "exit_code": None},
+    }  # fmt: skip
+    page = script.page(document)
+    assert "| 64 x 128K, keys of each | – | 346 | – | 300 |" in page
+    said = "| fp8 64 x 128K, keys of each | 330 | 346 | missed by 16.1 | deep_gemm + deep_select 300 |"
+    assert said in page
+    assert "| fp8 1 x 1M | 80.0, wish 63.0 | 67.7 | met, the wish missed by 4.7 | – |" in page
+    assert "| never behind torch.topk | every size | 2.0 to 2.0 times as fast | met | – |" in page
+    assert "| bf16 4096 x 128K | 20,000 | – | not measured | – |" in page
+    assert "Failed: select:1x4K (exit code 7)." in page and "Not run: select:64x1M." in page
+    assert "25 passed" in page and "did not end" in page
+
+
+def test_what_takes_longer_than_its_share_of_the_time_is_ended(script: ModuleType, tmp_path: Path) -> None:
+    assert script.run([sys.executable, "-c", "import time; time.sleep(600)"], 1) is None
+    assert script.run([sys.executable, "-c", "raise SystemExit(3)"], 120) == 3
+    with pytest.raises(RuntimeError, match="measured no case"):
+        script.bench(tmp_path, 120, ["--device", "none"])

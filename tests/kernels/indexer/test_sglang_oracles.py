@@ -1,7 +1,8 @@
 """Against the pure-torch oracles inside the sglang wheel (0.5.23), read as files and never imported.
 
 Importing sglang starts CUDA compilation; the named functions need torch alone, so each is taken out of its file by
-name. LONGRECALL_SGLANG names the `sglang` folder of an unpacked wheel where the package is not installed.
+name. Without an installed package it is that of `make sglang-cpu` in this checkout, or the `sglang` folder of an
+unpacked wheel, which LONGRECALL_SGLANG names.
 """
 
 import ast
@@ -27,7 +28,10 @@ def sglang_folder() -> Path | None:
     if named:
         return Path(named)
     spec = importlib.util.find_spec("sglang")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    checkout = Path(__file__).resolve().parents[3]
+    return next(checkout.glob(".venv-sglang/lib/python3*/site-packages/sglang"), None)
 
 
 FOLDER = sglang_folder()
@@ -36,7 +40,7 @@ PAGED = "test/kernels/paged_mqa.py"
 INDEXER = "srt/layers/attention/dsv4/indexer.py"
 pytestmark = pytest.mark.skipif(
     FOLDER is None or not (FOLDER / COMMON).is_file(),
-    reason="sglang 0.5.23 is not installed and LONGRECALL_SGLANG does not name its folder",
+    reason="sglang 0.5.23 is neither installed, nor in .venv-sglang, nor named by LONGRECALL_SGLANG",
 )
 
 
