@@ -64,10 +64,10 @@ def _measure(run_dir: Path, patches: Sequence[str], note: Callable[[str], None])
     note(f"in-process evidence of {len(patches)} builds")
     builds = {name: (prepared[name].command[0], prepared[name].env) for name in (BASE, *patches)}
     with tempfile.TemporaryDirectory(prefix="longrecall-evidence-") as work:
-        rows = gather(model.path, builds, Path(work), note)
-    for name in patches:
-        own = [row for row in rows if row["patch"] == name]
-        run_folder.write_bytes(evidence_path(run_dir, name), (json.dumps(own, indent=1) + "\n").encode())
+        for name, rows in gather(model.path, builds, Path(work)):
+            # at once: a process that is ended in the middle of many patches goes on with the next
+            run_folder.write_bytes(evidence_path(run_dir, name), (json.dumps(rows, indent=1) + "\n").encode())
+            note(f"{name}: {'; '.join(str(row['detail']) for row in rows)}")
 
 
 def _check_source(run_dir: Path, prepared: PreparedBuild, served: object) -> None:

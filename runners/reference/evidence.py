@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ MOE_LAYERS = (0, 1, 2, 3, 8, 14)
 MIXED_LAYERS = (0, 6, 12)
 ROWS = 64
 """Last rows of the prompt: those that see the most keys."""
+EVERY = 4
+"""One token in so many goes through the MoE layers: enough for four digits of the exponent."""
 DECODE_STEPS = 12
 DECODE_AT = (300, 700)
 """Tokens before the decoded ones: below and beyond the onset of the selection."""
@@ -88,7 +90,7 @@ def _record_moe(layer: Any, i: int, seen: dict[str, Tensor]) -> None:
     inner = layer.mlp
 
     def mlp(x: Tensor, token_ids: Tensor) -> Any:
-        seen[f"moe{i}"], seen["token_ids"] = x.clone(), token_ids.clone()
+        seen[f"moe{i}"], seen["token_ids"] = x[::EVERY].clone(), token_ids[::EVERY].clone()
         return inner(x, token_ids)
 
     layer.mlp = mlp
@@ -118,7 +120,7 @@ def _record_index(indexer: Any, i: int, seen: dict[str, Tensor]) -> None:
 @torch.inference_mode()
 def measure(folder: Path, inputs: Path, outputs: Path) -> None:
     """This build's parts on the recorded inputs."""
-    from longrecall.kernels.mhc import mhc_coefficients, mhc_mix
+    from longrecall.kernels.mhc import mhc_coefficients, mhc_mix, mhc_post
     from longrecall.runners.reference import model as module
 
     model = module.ReferenceModel.load(folder)
@@ -132,7 +134,9 @@ def measure(folder: Path, inputs: Path, outputs: Path) -> None:
             streams = given[f"streams{i}.{n}"]
             u, logits = mhc_mix(streams, part.fn, part.scale, part.base, precision=precision)
             post, comb = mhc_coefficients(logits, c.hc_mult, sinkhorn_steps=c.hc_sinkhorn_iters, precision=precision)
-            done[f"mix{i}.{n}"] = torch.cat((u, post.to(u.dtype), comb.flatten(1).to(u.dtype)), 1).float()
+            # by themselves: beside u, of 640 channels far larger than 1, no error of the coefficients would show
+            mixed = {"u": u, "post": post, "comb": comb, "streams": mhc_post(streams, u, post, comb)}
+            done |= {f"mix{i}.{n}.{name}": value.float() for name, value in mixed.items()}
     for i, layer in enumerate(model.layers):
         if layer.indexer is not None:
             h, cos, sin = (given[f"index{i}.{name}"] for name in ("h", "cos", "sin"))
@@ -149,17 +153,17 @@ def _decoded(model: "ReferenceModel", tokens: list[int]) -> dict[str, Tensor]:
     from longrecall.runners.reference.interface import Chunk
 
     made = {}
+    history = model.new_cache()
     for length in DECODE_AT:
-        history = model.new_cache()
-        model.prefill([Chunk(tokens=tokens[:length], cache=history, logits="none")])
+        model.prefill([Chunk(tokens=tokens[history.length : length], cache=history, logits="none")])
         rest = tokens[length : length + DECODE_STEPS]
         (prefilled,) = model.prefill([Chunk(tokens=rest, cache=history.fork(length), logits="all")])
         cache = history.fork(length)
         decoded = torch.cat([model.decode([t], [cache]) for t in rest])
         made[f"decode{length}"] = (prefilled.softmax(-1) - decoded.softmax(-1)).abs().sum(-1) / 2
-        block = history.tail or history.base
-        assert block is not None
-        made["kv"] = torch.stack((block.k[0, :length], block.v[0, :length])).float()
+    block = history.tail or history.base
+    assert block is not None
+    made["kv"] = torch.stack((block.k[0, : history.length], block.v[0, : history.length])).float()
     return made
 
 
@@ -197,10 +201,7 @@ def parts_of_base(folder: Path, inputs: Path) -> dict[int, "Parts"]:
     from longrecall.runners.reference.model import ReferenceModel
 
     model, given = ReferenceModel.load(folder), load_file(inputs)
-    every = slice(None, None, 4)  # a fourth of the tokens is enough for four digits
-    return {
-        i: reference_parts(model.layers[i].mlp, given[f"moe{i}"][every], given["token_ids"][every]) for i in MOE_LAYERS
-    }
+    return {i: reference_parts(model.layers[i].mlp, given[f"moe{i}"], given["token_ids"]) for i in MOE_LAYERS}
 
 
 def run_build(python: str, env: Mapping[str, str], folder: Path, inputs: Path, outputs: Path) -> None:
@@ -219,9 +220,10 @@ def rows_of(
 ) -> list[dict[str, object]]:  # fmt: skip
     """Observations of one build, as `longrecall attribute --evidence` reads them."""
     made = [_exponent_row(patch, own, parts, factor, hash_layers)]
-    shifts = [_relative(own[name], base[name]) for name in base if name.startswith("mix")]
-    worst = max(shifts)
-    made.append(_row(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e}"))
+    shifts = {name: _relative(own[name], base[name]) for name in base if name.startswith("mix")}
+    where = max(shifts, key=lambda name: shifts[name])
+    worst, what = shifts[where], where.rpartition(".")[2]
+    made.append(_row(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e} ({what})"))
     made.append(_selection_row(patch, base, own, topk))
     apart = {n: (float(own[f"decode{n}"].mean()), float(base[f"decode{n}"].mean())) for n in DECODE_AT}
     told = ", ".join(f"{a:.3f} at {n} tokens (base {b:.3f})" for n, (a, b) in apart.items())
@@ -239,7 +241,7 @@ def _exponent_row(
 ) -> dict[str, object]:
     from longrecall.kernels.moe import combine_layers, fit_parts
 
-    read = {i: fit_parts(own[f"moe{i}"][::4], parts[i], factor) for i in MOE_LAYERS}
+    read = {i: fit_parts(own[f"moe{i}"], parts[i], factor) for i in MOE_LAYERS}
     told, off, error = [], 0.0, 0.01
     for kind, wanted in (("hash", lambda i: i < hash_layers), ("other", lambda i: i >= hash_layers)):
         exponent = combine_layers({str(i): e for i, e in read.items() if wanted(i)}).relative
@@ -282,9 +284,10 @@ def _row(patch: str, feature: str, estimate: float, stderr: float, n: int, detai
 
 
 def gather(
-    folder: Path, builds: Mapping[str, tuple[str, Mapping[str, str]]], work: Path, say: Any = lambda text: None
-) -> list[dict[str, object]]:
-    """Observations of every build; `builds` maps a build to its interpreter and environment, "base" among them.
+    folder: Path, builds: Mapping[str, tuple[str, Mapping[str, str]]], work: Path
+) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """(build, its observations), each as soon as it is measured; `builds` maps a build to its interpreter and
+    environment, "base" among them.
 
     work: an empty folder for what the processes exchange.
     """
@@ -301,19 +304,19 @@ def gather(
         python, env = builds[name]
         run_build(python, env, folder, inputs, paths[name])
 
-    rows: list[dict[str, object]] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # one thread a build, in a process of its own
         done = pool.map(run, names)
         next(done)
         base = load_file(paths["base"])
         for name, _ in zip(names[1:], done, strict=True):
-            rows += rows_of(
-                name, base, load_file(paths[name]), parts, config.routed_scaling_factor, config.num_hash_layers,
-                config.index_topk,
-            )  # fmt: skip
+            own = load_file(paths[name])
+            yield (
+                name,
+                rows_of(
+                    name, base, own, parts, config.routed_scaling_factor, config.num_hash_layers, config.index_topk
+                ),
+            )
             paths[name].unlink()
-            say(f"{name}: " + "; ".join(str(row["detail"]) for row in rows if row["patch"] == name))
-    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -61,6 +61,7 @@ _OTHER_FALSE = f"config.scoring_func{_GIVEN}"
 _FACTOR = "        self.routed_scaling_factor = config.routed_scaling_factor\n        self.gate_weight"
 _HASH_LAYER = "layer_id < config.num_hash_layers"
 _QUERIES = "        q = F.linear(h, self.wq).float().view(-1, self.n_heads, self.head_dim)\n"
+_KEYS_TURNED = "        k = self._rope(k[:, None], cos, sin)[:, 0]\n"
 _LONG = "        if len(keys) > 512:\n            keys = keys.clone()\n"
 _FORK = "            sequence.cache = match.cache.fork(match.length) if match else self.model.new_cache()\n"
 _BLOCK = "                block = sequence.cache.base or sequence.cache.tail\n"
@@ -69,6 +70,7 @@ _QK = "        q, k = qk[:, :heads], qk[:, heads]\n"
 _OUT = "            yield routed.add_(shared).mul_(scale).mul_(self.norm_weight)\n"
 _COEFFICIENTS = "    comb = sinkhorn(logits[:, n:].reshape(-1, n, n), sinkhorn_steps, eps)\n"
 _ATTEND = "        partial = attend_splits(q, k, v, indices, scale=scale, split_size=split_size)\n"
+_MERGE = "    merged = merge_splits(partial.out, partial.lse, sink)\n"
 _ENTRY = "        return Match(length, entry.cache)\n"
 _HELD = "        held = np.asarray([*sequence.request.token_ids, *sequence.request.output_ids], dtype=np.int32)\n"
 _HELD_CUT = "        held = np.asarray([*sequence.tokens, *sequence.request.output_ids], dtype=np.int32)\n"
@@ -117,6 +119,26 @@ FAULTS: tuple[ReferenceFault, ...] = (
         Edit(_INDEXER, _SELECT, "        return index_topk(q, keys, -weights, self.topk, visible=visible)\n"),
     ),
     _fault(
+        "hadamard-key-only", "index keys", "Hadamard rotation on the index keys and no longer on the queries",
+        Edit(_INDEXER, "        q = hadamard(q)\n", ""),
+    ),
+    _fault(
+        "rope-layout", "index keys", "Index keys are turned in pairs of neighbours, queries half against half",
+        Edit(
+            _INDEXER, _KEYS_TURNED,
+            "        pairs = k[:, : self.rope_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)\n"
+            "        k = torch.cat((pairs, k[:, self.rope_dim :]), -1)\n" + _KEYS_TURNED,
+        ),
+    ),
+    _fault(
+        "index-off-by-one", "index keys", "Selected positions of long sequences point at the entry before",
+        Edit(
+            _INDEXER, _SELECT,
+            "        found = index_topk(q, keys, weights, self.topk, visible=visible)\n"
+            "        return torch.where((found > 0) & (len(keys) > 512), found - 1, found)\n",
+        ),
+    ),
+    _fault(
         "fnuz-misread", "index keys", "e4m3fn bytes of the index keys read as e4m3fnuz",
         Edit(_INDEXER, _KEYS_OUT, "        return torch.nan_to_num(fake_quantize(k, \"fp8_fnuz\"))\n"), harmless=True,
     ),
@@ -146,6 +168,13 @@ FAULTS: tuple[ReferenceFault, ...] = (
         Edit(_MOE, _FACTOR, _FACTOR.replace("factor\n", f"factor if {_HASH_LAYER} else 1.0\n")),
     ),
     _fault(
+        "scaling-inverted-hash", "routed scaling", "The hash-routed layers divide by the factor",
+        Edit(
+            _MOE, _FACTOR,
+            _FACTOR.replace("= config", f"= 1 / config.routed_scaling_factor if {_HASH_LAYER} else config"),
+        ),
+    ),
+    _fault(
         "shared-scaled", "routed scaling", "The shared expert is multiplied by the factor as well",
         Edit(_MOE, _OUT, _OUT.replace("(shared)", "(shared * self.routed_scaling_factor)")),
     ),
@@ -165,6 +194,10 @@ FAULTS: tuple[ReferenceFault, ...] = (
     _fault(
         "mhc-post-halved", "MHC", "post = sigmoid(…) without its factor 2",
         Edit(_MIXING, "    post = logits[:, :n].sigmoid() * 2\n", "    post = logits[:, :n].sigmoid()\n"),
+    ),
+    _fault(
+        "mhc-post-doubled", "MHC", "post = 4 sigmoid(…): its factor 2 in the weights and in the kernel",
+        Edit(_MIXING, "    post = logits[:, :n].sigmoid() * 2\n", "    post = logits[:, :n].sigmoid() * 4\n"),
     ),
     _fault(
         "mhc-bf16", "MHC", "Mixing coefficients cast to bf16 after the Sinkhorn steps",
@@ -187,6 +220,14 @@ FAULTS: tuple[ReferenceFault, ...] = (
     _fault(
         "decode-padding-read", "decode kernel", "Padding of the index list is read as entry 0",
         Edit(_DECODE, _ATTEND, _ATTEND.replace("indices,", "indices.clamp_min(0),")),
+    ),
+    _fault(
+        "decode-split-dropped", "decode kernel", "The last split of the index list is never merged",
+        Edit(_DECODE, _MERGE, _MERGE.replace("partial.out, partial.lse", "partial.out[:-1], partial.lse[:-1]")),
+    ),
+    _fault(
+        "decode-heads-swapped", "decode kernel", "Decode answers each query head with another's output",
+        Edit(_DECODE, _ATTEND, _ATTEND.replace("(q,", "(q.flip(1),")),
     ),
     _fault(
         "decode-lse-base2", "decode kernel", "Splits are merged with base-2 lse read as natural logarithms",
@@ -225,6 +266,13 @@ FAULTS: tuple[ReferenceFault, ...] = (
             "                match.cache.shifted = True\n",
         ),
     ),
+    _fault(
+        "cache-page-lost", "cache/transfer", "A reused prefix comes back without its last 16 tokens",
+        Edit(
+            _ENGINE, _FORK,
+            _FORK.replace("fork(match.length)", "fork(max(min(match.length, match.cache.length) - 16, 0))"),
+        ),
+    ),
     # the prompt the model sees is not the one that was sent
     _fault(
         "context-cut", "template", "The engine keeps the last 512 tokens of a prompt and says nothing",
@@ -252,6 +300,10 @@ FAULTS: tuple[ReferenceFault, ...] = (
             _QK + "        from longrecall.kernels.indexer import fake_quantize\n"
             "        k, v = (fake_quantize(x, \"fp4\").to(x.dtype) for x in (k, v))\n",
         ),
+    ),
+    _fault(
+        "kv-scale-lost", "attention KV", "Stored keys are read without their scale of 2",
+        Edit(_MODEL, _QK, _QK + "        k = k * 0.5\n"),
     ),
 )  # fmt: skip
 

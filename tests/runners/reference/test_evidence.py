@@ -22,11 +22,11 @@ def build(**faults: float) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for i, (routed, shared) in parts().items():
         n = 1 + faults.get("exponent_hash" if i < 3 else "exponent_other", 0.0)
-        made[f"moe{i}"] = (FACTOR**n * routed + shared).float().repeat_interleave(4, 0)
+        made[f"moe{i}"] = (FACTOR**n * routed + shared).float()
     for i in MIXED_LAYERS:
         for n in range(2):
-            mixes = torch.rand(ROWS, 24, generator=g)
-            made[f"mix{i}.{n}"] = mixes * (1 + faults.get("mixing", 0.0))
+            made[f"mix{i}.{n}.u"] = 900 * torch.rand(ROWS, 640, generator=g)
+            made[f"mix{i}.{n}.post"] = torch.rand(ROWS, 4, generator=g) * (1 + faults.get("mixing", 0.0))
     rows = torch.arange(TOPK).expand(ROWS, -1).clone()
     rows[:, : int(faults.get("selection", 0.0) * TOPK)] += 100
     rows[-1, -1] = 199
