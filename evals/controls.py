@@ -117,11 +117,5 @@ def negative_control(family: Family, compared: list[list[Comparison]]) -> Contro
 
 def campaign_blocker(controls: Sequence[ControlResult]) -> str | None:
     """Why no verdict can be given, whatever the data say; None when the controls allow one (a no-op is optional)."""
-    aa, positive, negative = controls
-    if not aa.passed:
-        return f"A/A control: {aa.detail}"
-    if not positive.passed:
-        return f"positive control: {positive.detail}"
-    if negative.build is not None and not negative.passed:
-        return f"negative control: {negative.detail}"
-    return None
+    names = {"aa": "A/A", "positive": "positive", "negative": "negative"}
+    return next((f"{names[c.name]} control: {c.detail}" for c in controls if c.blocks), None)

@@ -90,7 +90,8 @@ def _setting_conflict(a: Patch, b: Patch) -> str | None:
 def with_suspects(patchset: PatchSet, only: Sequence[str]) -> PatchSet:
     """The patchset with these patches as its suspects, controls among them too; its own suspects when none is named.
 
-    Raises DesignError naming an unknown one.
+    Where the known-bad patch becomes a suspect and no other is left, it is served once more as the control that it was:
+    without one no verdict would count. Raises DesignError naming an unknown patch.
     """
     if not only:
         return patchset
@@ -99,7 +100,11 @@ def with_suspects(patchset: PatchSet, only: Sequence[str]) -> PatchSet:
         if name not in known:
             raise DesignError(f"--only {name}: {patchset.path} has {', '.join(known)}")
     kept = [replace(p, role="suspect") if p.patch_id in only else p for p in patchset.patches]
-    return replace(patchset, patches=tuple(p for p in kept if p.patch_id in only or p.role != "suspect"))
+    kept = [p for p in kept if p.patch_id in only or p.role != "suspect"]
+    known_bad = [p for p in patchset.patches if p.role == "positive-control"]
+    if known_bad and not any(p.role == "positive-control" for p in kept):
+        kept.append(replace(known_bad[0], patch_id=f"{known_bad[0].patch_id}-control"))
+    return replace(patchset, patches=tuple(kept))
 
 
 def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) -> tuple[Combination, ...]:

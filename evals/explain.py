@@ -73,8 +73,8 @@ def attribute_patches(
 ) -> tuple[Attribution, ...]:
     """Attributions of the named patches of the first run, in the order given.
 
-    in_process: also read the evidence kept in the first run's folder. not_next: features not to be named as the next
-    arm, beside those that the engine cannot give.
+    in_process: also read the evidence kept in the first run's folder; what `eval --inside` kept is read from every run.
+    not_next: features not to be named as the next arm, beside those that the engine cannot give.
     """
     first, apart = runs[0], []
     for run in runs[1:]:
@@ -83,8 +83,9 @@ def attribute_patches(
             apart.append(run)
         else:
             first = joined
-    # measured in-process: see results/in_process.py
+    # results/in_process.py writes the first, `eval --inside` (runners/inside.py) the others
     kept = sorted(first.path.glob("evidence-*.json")) if in_process else []
+    kept += [path for run in runs if (path := run.path / "inside-evidence.json").is_file()]
     more = [o for path in (*kept, *evidence) for o in load_observations(path)]
     base, cells, replies = _base(first), _cells(first), _replies(first)
     others = {id(run): _client_arms(run) for run in (first, *apart)}

@@ -138,6 +138,16 @@ class ControlResult:
     detail: str
     comparisons: tuple[Comparison, ...] = ()
 
+    @property
+    def state(self) -> Literal["passed", "failed", "absent"]:
+        """A control that the campaign does not have did not fail: nobody asked."""
+        return "passed" if self.passed else "absent" if self.build is None else "failed"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether no verdict counts because of it; a campaign may do without a no-op patch."""
+        return not self.passed and not (self.name == "negative" and self.build is None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:

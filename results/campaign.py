@@ -111,6 +111,8 @@ class Options:
     """Ask no more of a build once its e-values convict or exonerate it."""
     inside: int = 0
     """Conversations that are looked at from inside (runners/inside.py)."""
+    in_process: bool | None = False
+    """Measure the code of patches that lost recall (results/in_process.py); None: if the reference model is served."""
     stream: bool = False
     keep_servers: bool = False
 
@@ -258,6 +260,8 @@ def _check_arms(options: Options, engine: Engine) -> None:
         raise ValueError("arm mirrored is the first block asked again: it needs another arm, such as warm")
     if options.gold_logprobs and not engine.gold_route:
         raise ValueError(f"--gold-logprobs: engine {engine.name!r} gives no log-probabilities of prompt tokens")
+    if options.in_process and engine.name != "reference":
+        raise ValueError(f"--in-process: engine {engine.name!r} has no parts that can be measured here")
     if options.inside and not (engine.capabilities.prompt_logprobs and engine.capabilities.input_ids):
         raise ValueError(f"--inside: engine {engine.name!r} gives no log-probabilities of prompts sent as token ids")
 
@@ -521,6 +525,18 @@ def run_campaign(options: Options, watcher: Watcher) -> Outcome:
 
     watcher.note("judging and writing the reports")
     report = write_reports(run_dir)
+    served_here = plan.engine.name == "reference" and options.model_folder is None
+    if options.in_process or (options.in_process is None and served_here and not report.partial):
+        from longrecall.results.in_process import explain_losses
+
+        with stages.stage("in_process_s"):
+            found = explain_losses(run_dir, plan.model, watcher.note)
+        if found:
+            run_folder.write_json(
+                run_dir / run_folder.TIMING,
+                run_folder.load_timing(run_dir) | {"in_process_s": round(stages.seconds["in_process_s"], 3)},
+            )
+            report = write_reports(run_dir)
     return Outcome(run_dir=run_dir, report=report, gone=gone)
 
 

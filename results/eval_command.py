@@ -69,6 +69,12 @@ def evaluate(
         typer.Option(min=1, max=MAX_WAIT_S, help="Seconds for a server's first token. Default: by engine."),
     ] = None,
     inside: Annotated[int, typer.Option(min=0, help="Conversations to look at from inside: selections, KL.")] = 0,
+    in_process: Annotated[
+        bool | None,
+        typer.Option(
+            help="Measure the code of patches that lose recall. Default: where the reference model is served."
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
     stop_early: Annotated[
         bool, typer.Option("--stop-early", help="Ask no more of a build once its e-values decide; fewer tokens.")
@@ -112,6 +118,7 @@ def evaluate(
             request_timeout_s=request_timeout,
             start_timeout_s=start_timeout,
             inside=inside,
+            in_process=in_process,
             stream=stream,
             stop_early=stop_early,
             keep_servers=keep_servers,

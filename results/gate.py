@@ -15,7 +15,7 @@ from longrecall.evals.schema import Comparison, ControlResult, CurvePoint, Judge
 from longrecall.results import charts
 from longrecall.results.flips import visible
 from longrecall.results.markdown import SIGNS, cell, table
-from longrecall.results.words import VERDICT_WORDS, interval, p_text, signed
+from longrecall.results.words import CONTROL_SIGNS, VERDICT_WORDS, interval, p_text, signed
 
 SUMMARY_BYTES = 1_000_000
 COMMENT_CHARACTERS = 65_000
@@ -51,7 +51,7 @@ def exit_code(gate: Gate) -> int:
     said = {v.verdict for v in gate.verdicts}
     if "culprit" in said and "culprit" in gate.fail_on:
         return CULPRIT
-    if gate.partial or not all(c.passed for c in gate.controls):
+    if gate.partial or any(c.blocks for c in gate.controls):
         return INVALID
     if "within-margin" in said and "within-margin" in gate.fail_on:
         return CULPRIT
@@ -64,7 +64,7 @@ def outcome_line(gate: Gate) -> str:
     """The gate's answer in a few words."""
     code = exit_code(gate)
     guilty = [v.patch for v in gate.verdicts if v.verdict == "culprit"]
-    failed = [c.name for c in gate.controls if not c.passed]
+    failed = [f"{c.name} ({c.state})" if c.state == "absent" else c.name for c in gate.controls if c.blocks]
     if code == CULPRIT:
         return f"failed: {', '.join(guilty) or 'a loss within the margin'} loses recall"
     if code == INVALID:
@@ -96,9 +96,12 @@ def junit(gate: Gate) -> bytes:
     controls = ET.SubElement(root, "testsuite", name="controls", tests=str(len(gate.controls)))
     for control in gate.controls:
         case = ET.SubElement(controls, "testcase", classname="longrecall.controls", name=control.name, time="0")
-        if not control.passed:
+        if control.blocks:
             ET.SubElement(case, "error", message=visible(control.detail, 400), type="control")
-    controls.set("errors", str(sum(not c.passed for c in gate.controls)))
+        elif control.state == "absent":
+            ET.SubElement(case, "skipped", message=visible(control.detail, 400))
+    controls.set("errors", str(sum(c.blocks for c in gate.controls)))
+    controls.set("skipped", str(sum(c.state == "absent" and not c.blocks for c in gate.controls)))
     for verdict in gate.verdicts:
         suite = ET.SubElement(root, "testsuite", name=visible(verdict.patch))
         states = []
@@ -166,7 +169,7 @@ def _sections(gate: Gate) -> list[str]:
         for v in gate.verdicts
     ]
     parts.append(table(["Patch", "Verdict", "Difference, points", "At", "Why"], rows, right=[2, 3]))
-    lines = [f"- {'✅' if c.passed else '❌'} **{c.name}**: {cell(c.detail)}" for c in gate.controls]
+    lines = [f"- {CONTROL_SIGNS[c.state]} **{c.name}**: {cell(c.detail)}" for c in gate.controls]
     parts.append("<details><summary>Controls</summary>\n\n" + "\n".join(lines) + "\n\n</details>")
     by = {(p.build, p.rung): p for p in gate.curves}
     builds = list(dict.fromkeys(p.build for p in gate.curves))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longrecall.results import run_folder
 from longrecall.results.campaign import find_model
-from longrecall.runners.builds import BASE, PreparedBuild, prepare_builds
+from longrecall.runners.builds import BASE, ModelFolder, PreparedBuild, prepare_builds
 from longrecall.runners.engines import engine_of
 from longrecall.runners.patchset import load_patchset
 
@@ -30,21 +30,45 @@ def evidence_path(run_dir: Path, patch: str) -> Path:
     return run_dir / f"{PREFIX}{patch}.json"
 
 
+def explain_losses(run_dir: Path, model: ModelFolder, note: Callable[[str], None]) -> bool:
+    """Measure the patches that are shown to lose recall; whether there is evidence that was not there before.
+
+    A verdict does not rest on it: what goes wrong is said, and the run is what it was.
+    """
+    from longrecall.evals.explain import losing_patches
+    from longrecall.evals.stored_run import load_run
+
+    by_id = {p.patch_id: p for p in run_folder.load_campaign(run_dir).patchset.patches}
+    losing = [name for name in losing_patches(load_run(run_dir)) if name in by_id and by_id[name].diffs]
+    open_ = [name for name in losing if not evidence_path(run_dir, name).is_file()]
+    try:
+        gather_evidence(run_dir, open_, note, model=model)
+    except (ValueError, RuntimeError, OSError) as error:
+        note(f"not measured in-process: {error}")
+    return any(evidence_path(run_dir, name).is_file() for name in open_)
+
+
 def gather_evidence(
-    run_dir: Path, patches: Iterable[str], note: Callable[[str], None] = lambda text: None
+    run_dir: Path,
+    patches: Iterable[str],
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    model: ModelFolder | None = None,
 ) -> list[Path]:
     """Measure the named patches of a run that have no evidence yet; the files of all of them.
+
+    model: the model folder, where it has been found already.
 
     Raises InProcessError for another engine, a patch without a diff, or sources that are not the served ones any more.
     """
     wanted = list(patches)
     open_ = [name for name in wanted if not evidence_path(run_dir, name).is_file()]
     if open_:
-        _measure(run_dir, open_, note)
+        _measure(run_dir, open_, note, model)
     return [evidence_path(run_dir, name) for name in wanted]
 
 
-def _measure(run_dir: Path, patches: Sequence[str], note: Callable[[str], None]) -> None:
+def _measure(run_dir: Path, patches: Sequence[str], note: Callable[[str], None], model: ModelFolder | None) -> None:
     from longrecall.runners.reference.evidence import gather
 
     campaign = run_folder.load_campaign(run_dir)
@@ -56,7 +80,7 @@ def _measure(run_dir: Path, patches: Sequence[str], note: Callable[[str], None])
     for name in patches:
         if name not in by_id or not by_id[name].diffs:
             raise InProcessError(f"patch {name!r} changes no source, so that it has nothing to measure in-process")
-    model = find_model(engine, None, note)
+    model = model or find_model(engine, None, note)
     prepared = {p.build.build_id: p for p in prepare_builds(patchset, engine, model, threads=1)}
     served = {b.build_id: b for b in campaign.builds}
     for name in (BASE, *patches):

@@ -11,6 +11,7 @@ from longrecall.results.flips import visible
 from longrecall.results.panels import cause_table
 from longrecall.results.schema import Campaign, Report
 from longrecall.results.words import (
+    CONTROL_SIGNS,
     ROLE_WORDS,
     VERDICT_WORDS,
     commands,
@@ -69,7 +70,7 @@ def verdict_table(report: Report) -> str:
 def control_list(report: Report) -> str:
     """One line per control."""
     return "\n".join(
-        f"- {'✅' if control.passed else '❌'} **{name}**{f' ({cell(control.build)})' if control.build else ''}:"
+        f"- {CONTROL_SIGNS[control.state]} **{name}**{f' ({cell(control.build)})' if control.build else ''}:"
         f" {cell(control.detail)}"
         for name, control in report.controls.items()
     )

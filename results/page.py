@@ -310,8 +310,7 @@ def context(data: RunData) -> dict[str, Any]:
         {
             "name": CONTROL_WORDS.get(name, (name, ""))[0],
             "what": CONTROL_WORDS.get(name, (name, ""))[1],
-            "passed": control.passed,
-            "absent": control.build is None,
+            "state": control.state,
             "detail": control.detail
             if not control.build or control.build in control.detail
             else f"{control.build}: {control.detail}",

@@ -36,8 +36,8 @@ def print_summary(report: "Report", console: "Console") -> None:
     if report.partial:
         console.print("[yellow]Partial run: verdicts can still change.[/yellow]")
     for name, control in report.controls.items():
-        sign = "[cyan]passed[/cyan]" if control.passed else "[bold red]failed[/bold red]"
-        console.print(f"  control {name}: {sign}  {escape(control.detail)}")
+        style = {"passed": "cyan", "failed": "bold red", "absent": "magenta"}[control.state]
+        console.print(f"  control {name}: [{style}]{control.state}[/]  {escape(control.detail)}")
     verdicts = Table(box=None, pad_edge=False, padding=(0, 2))
     for head in ("patch", "verdict", "difference", "95 % interval", "p", "at", "conversations"):
         verdicts.add_column(head, justify="left" if head in ("patch", "verdict") else "right")

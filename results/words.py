@@ -54,6 +54,9 @@ def signed(share: float | None) -> str:
     return charts.points(share, signed=True)
 
 
+CONTROL_SIGNS = {"passed": "✅", "failed": "❌", "absent": "➖"}
+
+
 def suspects(report: Report) -> dict[str, Build]:
     """Builds under suspicion by patch name, in campaign order."""
     return {build.build_id: build for build in report.builds if build.role == "suspect"}
@@ -61,7 +64,8 @@ def suspects(report: Report) -> dict[str, Build]:
 
 def headline(report: Report) -> str:
     """The run's answer in one sentence."""
-    failed = [name for name, control in report.controls.items() if not control.passed]
+    stopping = {control.state for control in report.controls.values() if control.blocks}
+    n_stopping = sum(control.blocks for control in report.controls.values())
     wanted = suspects(report)
     named = [v for v in report.verdicts if v.patch in wanted]
     of = Counter(v.verdict for v in named)
@@ -81,8 +85,9 @@ def headline(report: Report) -> str:
         text = f"No patch convicted, {number_word(of['exonerated'])} of {number_word(total)} exonerated"
     else:
         text = "No patch convicted, none exonerated"
-    if failed and not guilty:
-        return f"No verdict: {'controls' if len(failed) > 1 else 'a control'} failed"
+    if stopping and not guilty:
+        how = "failed" if "failed" in stopping else "is missing" if n_stopping == 1 else "are missing"
+        return f"No verdict: {'controls' if n_stopping > 1 else 'a control'} {how}"
     return text
 
 
@@ -104,9 +109,10 @@ def lede(report: Report) -> str:
         parts.append(f"Of the others, {', '.join(told)}.")
     elif told:
         parts.append(f"{', '.join(told).capitalize()}.")
-    failed = [name for name, control in report.controls.items() if not control.passed]
-    if failed:
-        parts.append(f"Control not passed: {', '.join(failed)}.")
+    for state, said in (("failed", "Control not passed"), ("absent", "No such control in this run")):
+        names = [name for name, control in report.controls.items() if control.state == state]
+        if names:
+            parts.append(f"{said}: {', '.join(names)}.")
     return " ".join(parts)
 
 

@@ -10,7 +10,7 @@ are kept for some rows of the prompt on both sides of the onset and for every ge
 
     inside/<build>/<conversation>-<rung>.npz    arrays, compressed
     inside.json                                 what they say, build against base and base against itself
-    inside-evidence.json                        the same as observations for `longrecall attribute --evidence`
+    inside-evidence.json                        the same as observations, which attribution and report read
 """
 
 import asyncio
@@ -199,8 +199,9 @@ def _kept(base: Mapping[str, Any], build: Mapping[str, Any], what: str, where: s
 def observations(run_dir: Path, summary: Mapping[str, Any], shape: Shape) -> list[dict[str, Any]]:
     """What the look says of each patch in the words of attribution: shares lost beyond what base against itself loses.
 
-    selection_chance is 1 where the selection beyond the onset is no better than chance, as independent draws of
-    index_topk among the visible positions are.
+    decode_kl: nats between prefill and decode beyond the base's on the same prompts, 1 at most. selection_chance is 1
+    where the selection beyond the onset is no better than chance, as independent draws of index_topk among the visible
+    positions are.
     """
     made = []
     again = summary["builds"].get(summary["again"], {})
@@ -219,6 +220,21 @@ def observations(run_dir: Path, summary: Mapping[str, Any], shape: Shape) -> lis
                     {"patch": build, "feature": feature, "estimate": statistics.mean(shares), "stderr": spread,
                      "n": len(shares), "source": "served", "detail": "beyond the onset, less base against base again"}
                 )  # fmt: skip
+        of_base = summary["builds"].get(summary["base"], {})
+        excess = [
+            min(max(own - base, 0.0), 1.0)
+            for rung, said in rungs.items()
+            for own, base in zip(
+                said["prefill_decode_nats"], of_base.get(rung, {}).get("prefill_decode_nats", ()), strict=False
+            )
+        ]
+        if excess:
+            spread = statistics.stdev(excess) / len(excess) ** 0.5 if len(excess) > 1 else 0.05
+            detail = "nats between prefill and decode of the same answer, beyond the base's"
+            made.append(
+                {"patch": build, "feature": "decode_kl", "estimate": statistics.mean(excess),
+                 "stderr": max(spread, 0.01), "n": len(excess), "source": "served", "detail": detail}
+            )  # fmt: skip
     return made
 
 

@@ -207,9 +207,12 @@ def parts_of_base(folder: Path, inputs: Path) -> dict[int, "Parts"]:
 def run_build(python: str, env: Mapping[str, str], folder: Path, inputs: Path, outputs: Path) -> None:
     """`measure` in a build's own tree; RuntimeError carries the end of what it said."""
     command = [python, "-m", "longrecall.runners.reference.evidence", "measure", *map(str, (folder, inputs, outputs))]
-    done = subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=MEASURE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **env}, capture_output=True, text=True, timeout=MEASURE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"in-process evidence was not there after {MEASURE_S} s: {' '.join(command)}") from None
     if done.returncode:
         raise RuntimeError(f"in-process evidence failed: {' '.join(done.stderr.strip().splitlines()[-3:])}")
 

@@ -275,6 +275,19 @@ def test_evidence_and_later_runs_settle_what_the_ladder_leaves_open(tmp_path):
     assert any(o["source"] == "in-process" for o in found["observations"])
 
 
+def test_what_a_look_inside_kept_in_the_run_folder_is_read_without_being_named(tmp_path):
+    lost = {"stale": (0.4, 0.5, 0.5)}
+    run, later = store(tmp_path / "a", lost), store(tmp_path / "b", lost, seed=1)
+    (before,) = json.loads(run_command("attribute", str(run), "--json").stdout)
+    row = {"patch": "stale", "feature": "decode_kl", "estimate": 0.9, "stderr": 0.05, "n": 4, "source": "served"}
+    (later / "inside-evidence.json").write_text(json.dumps([row, {**row, "patch": "another"}]))
+    (after,) = json.loads(run_command("attribute", str(run), str(later), "--json").stdout)
+    assert "decode_kl" not in {o["feature"] for o in before["observations"]}
+    assert after["causes"][0]["family"] == "decode kernel" != before["causes"][0]["family"]
+    (later / "inside-evidence.json").write_text("{")
+    assert "inside-evidence.json: not JSON" in run_command("attribute", str(run), str(later)).stderr
+
+
 def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
     run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
     result = run_command("attribute", str(run), "--next", "--dry-run")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from longrecall.evals.design_patchset import conflicts_of, write_design
+from longrecall.evals.design_patchset import conflicts_of, with_suspects, write_design
 from longrecall.evals.designs import DesignError, combinations_of
 from longrecall.evals.scores_file import write_scores
 from longrecall.evals.simulate import QUIET, draw_builds, scores_of
@@ -86,6 +86,19 @@ def test_single_patches_keep_their_own_diffs_and_controls_come_along(folder):
     by_id = {p.patch_id: p for p in load_patchset(folder / "out.toml").patches}
     assert by_id["early"].diffs == ("p/early.diff",) and by_id["near"].role == "positive-control"
     assert by_id["all"].env == {"A": "1"} and "near" not in (folder / by_id["all"].diffs[0]).read_text()
+
+
+def test_a_known_bad_patch_under_suspicion_is_also_served_as_the_control_that_it_was(folder):
+    bad, noop = {**LATE, "role": "positive-control"}, {"id": "noop", "env": {"N": "1"}, "role": "negative-control"}
+    patchset = with_suspects(patchset_of(folder, EARLY, bad, noop), ["early", "late"])
+    made = write_design(patchset, "factorial", folder / "out.toml", root=folder)
+    by_id = {p.patch_id: p for p in load_patchset(folder / "out.toml").patches}
+    assert [c.build_id for c in made] == ["base", "early", "late", "all"]
+    assert by_id["late"].role == "suspect" and by_id["late-control"].role == "positive-control"
+    assert by_id["late-control"].diffs == by_id["late"].diffs
+    another = {"id": "other", "env": {"B": "1"}, "role": "positive-control"}
+    left = with_suspects(patchset_of(folder, EARLY, bad, another), ["early", "late"])
+    assert [p.patch_id for p in left.patches] == ["early", "late", "other"]
 
 
 @pytest.mark.parametrize(

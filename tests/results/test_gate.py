@@ -135,6 +135,23 @@ def test_failed_control_is_an_error() -> None:
     assert root.get("errors") == "1"
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "tag", "outcome"),
+    [("negative", 0, "skipped", "passed"), ("positive", 3, "error", "invalid: control not passed: positive (absent)")],
+)
+def test_a_control_that_the_campaign_does_not_have_is_absent_and_not_failed(
+    name: Any, code: int, tag: str, outcome: str
+) -> None:
+    gate = make_gate(["exonerated"])
+    missing = ControlResult(name=name, build=None, passed=False, detail="the campaign has no such patch")
+    gate = replace(gate, controls=(gate.controls[0], missing))
+    assert (missing.state, writer.exit_code(gate), writer.outcome_line(gate)) == ("absent", code, outcome)
+    case = ET.fromstring(writer.junit(gate))[0][1]
+    assert [child.tag for child in case] == [tag]
+    text = writer.markdown(gate)
+    assert f"➖ **{name}**" in text and "❌" not in text
+
+
 def test_markdown_stays_under_the_limits_with_whole_sections() -> None:
     many = make_gate(["culprit"] * 400, name="patch-with-a-rather-long-name-" * 3)
     for text, limit in ((writer.comment(many), 65_536), (writer.markdown(many), 1_024 * 1_024)):

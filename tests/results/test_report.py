@@ -40,6 +40,26 @@ def test_verdicts_match_what_was_simulated(run_dir: Path, campaign40: Any) -> No
     assert {v.patch: v.verdict for v in report.verdicts} == expected
 
 
+def test_controls_that_a_campaign_lacks_are_absent_and_not_failed(
+    tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
+) -> None:
+    folder = run_writer(tmp_path / campaign40.campaign.run_id, campaign40)
+    campaign = json.loads((folder / run_folder.CAMPAIGN).read_text())
+    for build in campaign["builds"]:
+        if build["role"] in ("positive-control", "negative-control"):
+            build["role"] = "suspect"
+    (folder / run_folder.CAMPAIGN).write_text(json.dumps(campaign))
+    write_reports(folder)
+    report = run_folder.load_report(folder)
+    assert {name: c.state for name, c in report.controls.items()} == {
+        "aa": "passed", "positive": "absent", "negative": "absent",
+    }  # fmt: skip
+    text = (folder / run_folder.REPORT_MD).read_text()
+    assert "➖ **positive**" in text and "❌ **positive" not in text and "No such control in this run" in text
+    page = (folder / run_folder.REPORT_HTML).read_text()
+    assert page.count("absent</span></h3>") == 2 and "failed</span></h3>" not in page
+
+
 def test_report_joins_served_and_in_process_evidence(
     tmp_path: Path, campaign40: Any, run_writer: Callable[..., Path]
 ) -> None:

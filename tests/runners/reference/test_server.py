@@ -632,8 +632,14 @@ def test_a_look_inside_keeps_selections_and_finds_prefill_and_decode_alike(
     changed = summarise(tmp_path, ["base", "base-again", "b"], "base", "base-again", 8)
     assert changed["builds"]["b"]["90"]["topk_kept_above"] == [[1.0, 0.0, 1.0]]
     (tmp_path / "evidence.json").write_text(json.dumps(observations(tmp_path, changed, shape)))
-    (seen,) = load_observations(tmp_path / "evidence.json")
+    seen, alike = load_observations(tmp_path / "evidence.json")
     assert (seen.patch, seen.feature) == ("b", "selection_chance") and 0.1 < seen.estimate < 0.25
+    assert (alike.patch, alike.feature) == ("b", "decode_kl") and alike.estimate == pytest.approx(0.0, abs=1e-6)
+    # Answers that decode thought likely and prefill does not: nats apart, which no fault outside decode brings.
+    stored["prefill"] = stored["decode"] - 2
+    np.savez_compressed(tmp_path / "inside" / "b" / "c-0-90.npz", **stored)
+    apart = summarise(tmp_path, ["base", "base-again", "b"], "base", "base-again", 8)
+    assert next(o["estimate"] for o in observations(tmp_path, apart, shape) if o["feature"] == "decode_kl") == 0.5
 
 
 STUB = """
