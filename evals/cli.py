@@ -24,16 +24,6 @@ def _fail(error: Exception) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _rungs(text: str) -> list[int]:
-    try:
-        rungs = [int(part.replace("_", "")) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(f"--rungs {text!r}: token counts separated by commas are needed, such as 1024,4096") from None
-    if not rungs or min(rungs) < 1 or len(set(rungs)) != len(rungs):
-        raise ValueError(f"--rungs {text!r}: at least one rung, each above 0 and named once")
-    return rungs
-
-
 def compare(
     baseline: Annotated[str, typer.Argument(help="RUN or RUN:BUILD; the build is the run's base when not named.")],
     candidate: Annotated[str, typer.Argument(help="RUN or RUN:BUILD.")],
@@ -96,7 +86,7 @@ def _points(value: float | None) -> str:
 
 
 def plan(
-    rungs: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "448,1024,2048",
+    rungs: Annotated[str, typer.Option(help="Context lengths in tokens: 448,1K,2K.")] = "448,1024,2048",
     margin: Annotated[float, typer.Option(help="Largest loss of recall that counts as none.")] = 0.10,
     loss: Annotated[float, typer.Option(help="Loss that a conviction should see.")] = 0.10,
     patches: Annotated[int, typer.Option(min=1, help="Patches under suspicion.")] = 6,
@@ -115,10 +105,11 @@ def plan(
     """
     from longrecall.evals.planning import make_plan
     from longrecall.evals.scores_file import ScoresError
+    from longrecall.needles.rungs import parse_rungs
 
     try:
         made = make_plan(
-            rungs=_rungs(rungs) if from_run is None else None,
+            rungs=parse_rungs(rungs) if from_run is None else None,
             margin=margin,
             loss=loss,
             n_patches=patches,

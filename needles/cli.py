@@ -46,7 +46,7 @@ def _integers(text: str, option: str) -> list[int]:
     try:
         return [int(part.replace("_", "")) for part in text.split(",")]
     except ValueError:
-        _fail(f"{option} {text!r} is not a list of whole numbers such as 1024,4096")
+        _fail(f"{option} {text!r} is not a list of whole numbers such as 0,1,2,3")
 
 
 def _ruler(
@@ -88,7 +88,7 @@ def _ruler(
 def make(
     out: Annotated[Path, typer.Option(help="Folder of the set.")],
     recipe: Annotated[str, typer.Option(help="Built-in recipe or a .toml file.")] = "reference",
-    rungs: Annotated[str, typer.Option(help="Prompt lengths in tokens, template included.")] = "1024,4096",
+    rungs: Annotated[str, typer.Option(help="Prompt lengths in tokens, template included: 1K,4K.")] = "1024,4096",
     count: Annotated[int, typer.Option(min=1, help="Conversations.")] = 40,
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
     residues: Annotated[
@@ -110,9 +110,10 @@ def make(
     from longrecall.needles.lint import Linter
     from longrecall.needles.plant import ExactnessError, concat_twin, ladder, make_conversations, make_haystack
     from longrecall.needles.recipes import recipe as named
+    from longrecall.needles.rungs import parse_rungs
 
     try:
-        lengths = _integers(rungs, "--rungs")
+        lengths = list(parse_rungs(rungs))
         if residues is not None:
             wanted, _, modulus = residues.partition("/")
             if not modulus.isdigit() or int(modulus) < 1:

@@ -285,6 +285,7 @@ class Written:
 def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Written:
     """Stream conversations to a Parquet file; the file appears whole or not at all."""
     target = Path(path)
+    new_folder = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     digest = hashlib.sha256()
@@ -314,6 +315,8 @@ def write_parquet(conversations: Iterable[Conversation], path: str | Path) -> Wr
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+        if new_folder and not any(target.parent.iterdir()):
+            target.parent.rmdir()
     return Written(path=target, conversations=count, suite_hash=digest.hexdigest())
 
 
@@ -326,7 +329,7 @@ import openai
 chat, right = openai.OpenAI(base_url=sys.argv[2], api_key="none").chat.completions, []
 for row in datasets.load_dataset("parquet", data_files=sys.argv[1], split="train"):
     gold = {probe["probe_id"]: probe["gold"] for probe in row["probes"]}
-    for ask in row["asks"]:
+    for ask in (ask for ask in row["asks"] if gold[ask["probe_id"]]):  # an abstention has no value to be found
         turns = [{"role": t["role"], "content": t["content"]} for t in row["turns"][: ask["turn_end"]] + ask["tail"]]
         begun = turns[-1]["role"] == "assistant"  # the answer is begun for the model, which goes on
         extra = {"add_generation_prompt": not begun, "continue_final_message": begun}

@@ -289,8 +289,12 @@ def _listed(draft: Draft, element: Element, own: list[DraftFact]) -> None:
             lines.append(Statement(row, fact.key, "\n"))
         lines.append(Statement("]\n```", None, "\n"))
     elif element.form == "table":
-        lines.append(Statement(f"| name | {own[0].attribute} |\n|---|---|", None, "\n\n"))
-        lines += [Statement(f"| {fact.entity} | {fact.value} |", fact.key, "\n") for fact in own]
+        several = len({fact.attribute for fact in own}) > 1  # then each row says which
+        head = "| name | item | value |\n|---|---|---|" if several else f"| name | {own[0].attribute} |\n|---|---|"
+        lines.append(Statement(head, None, "\n\n"))
+        for fact in own:
+            item = f"{fact.attribute} | " if several else ""
+            lines.append(Statement(f"| {fact.entity} | {item}{fact.value} |", fact.key, "\n"))
     else:
         lines.append(Statement("```python", None, "\n"))
         for fact in own:

@@ -53,6 +53,7 @@ class Baselines:
     frequent_value: float = 0.0
     """Prompts right in expectation by naming a value that the history states most often (ties broken by chance)."""
     golds: Counter[str] = field(default_factory=Counter)
+    """Answers of probes, each probe counted once however many rungs ask it."""
 
     def add(self, conversation: Conversation) -> None:
         """Count one more conversation."""
@@ -60,6 +61,12 @@ class Baselines:
         stated = sorted((fact for fact in conversation.facts if fact.value), key=lambda fact: fact.turn_index)
         mentions = [(turn.turn_index, set(turn.fact_ids)) for turn in conversation.turns if turn.fact_ids]
         ends: dict[int, tuple[str | None, list[str]]] = {}
+        asked = {ask.probe_id for ask in conversation.asks}
+        self.golds.update(
+            probe.gold
+            for key, probe in probes.items()
+            if key in asked and probe.gold and probe.kind not in _SAME_ANSWERS
+        )
         for ask in conversation.asks:
             probe = probes.get(ask.probe_id)
             if probe is None:
@@ -68,8 +75,6 @@ class Baselines:
             if not probe.gold:
                 self.abstentions += 1
                 continue
-            if probe.kind not in _SAME_ANSWERS:
-                self.golds[probe.gold] += 1
             if ask.turn_end not in ends:
                 before = [fact for fact in stated if fact.turn_index < ask.turn_end]
                 times = Counter(key for turn, keys in mentions if turn < ask.turn_end for key in keys)
@@ -90,12 +95,10 @@ class Baselines:
         def add(rule: str, message: str) -> None:
             found.append(Problem(rule=rule, conversation_id=None, probe_id=None, message=message))
 
-        if self.golds:
-            # The prompts of one probe on all rungs share an answer, so a value counts against the number of probes.
+        if (probes := self.golds.total()) >= _FEW:
             answer, times = self.golds.most_common(1)[0]
-            probes = len(self.golds)
-            if probes >= _FEW and times / self.golds.total() > MAX_BASELINE:
-                add("constant-answer", f"{answer!r} is right on {times} of {self.golds.total()} prompts")
+            if times / probes > MAX_BASELINE:
+                add("constant-answer", f"{answer!r} is right on {times} of {probes} probes")
         if self.answerable >= _FEW:
             if self.last_value / self.answerable > MAX_BASELINE:
                 add("last-value", f"the last value stated is right on {self.last_value} of {self.answerable} prompts")

@@ -77,7 +77,7 @@ def count(conversations: Iterable[Conversation]) -> Counted:
         cells=tuple(cells),
         baselines={
             "not mentioned": baselines.abstentions / prompts,
-            "the most frequent answer of the set": frequent / answerable,
+            "the most frequent answer of the set": frequent / max(1, baselines.golds.total()),
             "the last value stated": baselines.last_value / answerable,
             "the value stated most often": baselines.frequent_value / answerable,
         },

@@ -28,7 +28,7 @@ MAX_WAIT_S = 86_400.0
 
 def evaluate(
     patchset: Annotated[Path, typer.Argument(help="Patchset file (TOML).")] = Path("patchsets/reference.toml"),
-    rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included.")] = "448,1536",
+    rungs: Annotated[str, typer.Option(help="Context lengths in tokens, template included: 448,1K,4K.")] = "448,1536",
     conversations: Annotated[int, typer.Option(min=2, help="Conversations, the unit of evidence.")] = 24,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of conversations and order.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe of the conversations: a name or a TOML file.")] = "reference",
@@ -85,6 +85,7 @@ def evaluate(
     """Serve every build of a patchset, replay planted-fact conversations, and say which patch lost recall."""
     from rich.console import Console
 
+    from longrecall.needles.rungs import parse_rungs
     from longrecall.results.campaign import Options, exit_code, run_campaign
     from longrecall.results.progress import Progress
     from longrecall.results.report import summary_line
@@ -179,21 +180,6 @@ def print_design(run_dir: Path, console: "Console") -> None:
             console.print(f"  {sentence}", soft_wrap=True, highlight=False)
     except ValueError as problem:
         console.print(f"  design: {problem}", soft_wrap=True, highlight=False)
-
-
-def parse_rungs(text: str) -> tuple[int, ...]:
-    """ "448,1K,2048" as increasing lengths; raises ValueError naming the one at fault."""
-    rungs = []
-    for part in text.split(","):
-        word = part.strip()
-        scale = 1024 if word[-1:].upper() == "K" else 1
-        number = word[:-1] if scale > 1 else word
-        if not (number.isascii() and number.isdigit()) or int(number) < 1:
-            raise ValueError(f"--rungs {text!r}: {word!r} is not a length in tokens; write them like 448,1024,2K")
-        rungs.append(int(number) * scale)
-    if sorted(set(rungs)) != rungs:
-        raise ValueError(f"--rungs {text!r}: lengths must increase")
-    return tuple(rungs)
 
 
 def parse_arms(text: str) -> tuple["Arm", ...]:

@@ -8,7 +8,7 @@ import openai
 chat, right = openai.OpenAI(base_url=sys.argv[2], api_key="none").chat.completions, []
 for row in datasets.load_dataset("parquet", data_files=sys.argv[1], split="train"):
     gold = {probe["probe_id"]: probe["gold"] for probe in row["probes"]}
-    for ask in row["asks"]:
+    for ask in (ask for ask in row["asks"] if gold[ask["probe_id"]]):  # an abstention has no value to be found
         turns = [{"role": t["role"], "content": t["content"]} for t in row["turns"][: ask["turn_end"]] + ask["tail"]]
         begun = turns[-1]["role"] == "assistant"  # the answer is begun for the model, which goes on
         extra = {"add_generation_prompt": not begun, "continue_final_message": begun}

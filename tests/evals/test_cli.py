@@ -163,8 +163,8 @@ def test_plan_reads_flips_and_spread_from_a_stored_run(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--rungs", "1k"), "--rungs '1k'"),
-        (("--rungs", "5,5"), "named once"),
+        (("--rungs", "far"), "--rungs 'far'"),
+        (("--rungs", "5,5"), "must increase"),
         (("--margin", "0"), "--margin 0.0"),
         (("--flips", "2"), "--flips 2.0"),
         (("--tail-tokens", "-5"), "--tail-tokens"),

@@ -12,6 +12,7 @@ from longrecall.needles.dataset import SetError, read_parquet, stored_hash, suit
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler
+from longrecall.needles.rungs import parse_rungs
 
 run = CliRunner()
 
@@ -88,6 +89,12 @@ def test_an_option_that_would_be_ignored_is_refused(
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_lengths_may_be_written_in_k(tmp_path: Path, tekken_folder: Path) -> None:
+    assert parse_rungs("448, 1K,2k,1M") == (448, 1024, 2048, 2**20)
+    made(tmp_path / "set", tekken_folder, "--rungs", "1K,2K", "--count", "1")
+    assert json.loads((tmp_path / "set" / "set.json").read_text())["rungs"] == [1024, 2048]
+
+
 def test_residues_are_asked(tmp_path: Path, tekken_folder: Path) -> None:
     made(tmp_path / "set", tekken_folder, "--residues", "0,1,2,3/4")
     rungs = json.loads((tmp_path / "set" / "set.json").read_text())["rungs"]
@@ -98,7 +105,7 @@ def test_residues_are_asked(tmp_path: Path, tekken_folder: Path) -> None:
     ("arguments", "message"),
     [
         (["--recipe", "nedles"], "unknown recipe 'nedles'"),
-        (["--rungs", "ten"], "--rungs 'ten' is not a list of whole numbers"),
+        (["--rungs", "ten"], "--rungs 'ten': 'ten' is not a length in tokens"),
         (["--rungs", "10"], "need at least"),
         (["--residues", "1,2"], "names no modulus"),
         (["--template-args", "[1]"], "is not a JSON object"),
@@ -114,7 +121,7 @@ def test_wrong_arguments_exit_2_with_one_message_and_leave_nothing(
     assert result.exit_code == 2
     assert result.stderr.startswith("longrecall: error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
-    assert not list(tmp_path.rglob("*.parquet*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_set_is_not_replaced_unasked(tmp_path: Path, tekken_folder: Path) -> None:

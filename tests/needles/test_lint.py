@@ -136,6 +136,15 @@ def test_constant_answers_are_scored(tekken: Ruler) -> None:
     assert baselines.last_value == 0 and baselines.answerable == 24
 
 
+def test_one_answer_to_every_question_is_found(clean: list[Conversation]) -> None:
+    same = [replace(c, probes=tuple(replace(p, gold="blue") for p in c.probes)) for c in clean]
+    assert "constant-answer" in rules(same)
+
+
+def test_a_small_set_whose_facts_come_late_is_clean(tekken: Ruler) -> None:
+    assert rules(list(make_conversations(recipe("late"), ruler=tekken, rungs=[1200, 2500], count=3, seed=0))) == set()
+
+
 def test_a_conversation_that_asks_nothing_or_off_its_rungs_is_reported(clean: list[Conversation]) -> None:
     first, second = clean
     assert rules([replace(first, rungs=(), asks=()), second]) == {"something-asked"}

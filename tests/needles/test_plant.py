@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import random
 import re
+from typing import Literal
 
 import pytest
 
@@ -364,3 +365,17 @@ def test_mixed_recipe_asks_late_facts_only_once_they_stand(
         ),
     )
     assert any(problem.rule == "true-answer" for problem in lint([moved]))
+
+
+@pytest.mark.parametrize("form", ["json", "table", "code"])
+def test_rows_of_a_list_say_which_attribute_they_hold(
+    form: Literal["json", "table", "code"], tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    chosen = Recipe(name="rows", elements=(Element(count=4, attributes=2, form=form),))
+    [conversation] = make_conversations(
+        chosen, ruler=tekken, rungs=[600], count=1, seed=0, haystack=haystacks["tekken", "all"]
+    )
+    assert len({fact.attribute for fact in conversation.facts}) == 2
+    for fact in conversation.facts:
+        [row] = [line for line in conversation.turns[fact.turn_index].content.splitlines() if fact.value in line]
+        assert fact.entity in row and fact.attribute in row.replace("_", " ")

@@ -21,9 +21,10 @@ import tokenizers
 from typer.testing import CliRunner
 
 from longrecall.evals.paired import min_conversations_any_time
+from longrecall.needles.rungs import parse_rungs
 from longrecall.results import run_folder
 from longrecall.results.campaign import CampaignError, Options, Watcher, exit_code, run_campaign
-from longrecall.results.eval_command import parse_fail_on, parse_rungs
+from longrecall.results.eval_command import parse_fail_on
 from longrecall.results.main import build_app
 from longrecall.results.words import DEFAULTS
 from longrecall.runners import builds, engines
@@ -540,8 +541,7 @@ def test_a_finished_run_is_not_gone_on_with(launched: Callable[..., Options]) ->
     assert first.run_dir != second.run_dir or not first.report.partial
 
 
-def test_lengths_may_be_written_in_k() -> None:
-    assert parse_rungs("448, 1K,2k") == (448, 1024, 2048)
+def test_several_reasons_to_fail_may_be_named() -> None:
     assert parse_fail_on("culprit, inconclusive") == {"culprit", "inconclusive"} and parse_fail_on("") == frozenset()
 
 
