@@ -20,14 +20,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from longrecall.evals.schema import VerdictName
 from longrecall.needles.collection import no_collection
-from longrecall.results.run_folder import first_problem
+from longrecall.results.run_folder import CAMPAIGN, first_problem, load_campaign
 from longrecall.results.storage import Folder, HistoryError, Storage, sha256
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ SETTINGS = f"{ROOT}/settings"
 IDENTITY_KEY = b"longrecall.identity"
 ORPHAN_AGE_S = 24 * 3600
 """Rows without a manifest this old belong to a writer that died; younger ones may still get theirs."""
+
+COMMIT_CHARACTERS = 7
+"""A commit may be named by so many of its characters, as git shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,21 +286,27 @@ class History:
         return own[-1] if own else None
 
     def find(self, wanted: str) -> Stored:
-        """The entry with this id (or its beginning), "RUN:BUILD", or a run's base; RUN is an id or a folder.
+        """The entry with this id (or its beginning), or RUN:BUILD; RUN is a run's id, its folder, or a commit.
+
+        Without ":BUILD" it is the base.
 
         Raises:
             HistoryError: there is none, or more than one.
         """
         found, _ = self.entries()
-        run, _, build = wanted.partition(":")
-        run = PurePath(run).name
+        name, _, build = wanted.partition(":")
+        built = [s for s in found if s.entry.build_id == (build or "base")]
+        run = load_campaign(Path(name)).run_id if (Path(name) / CAMPAIGN).is_file() else Path(name).name
         matches = [s for s in found if s.id.startswith(wanted)] if re.fullmatch(r"[0-9a-f]{4,16}", wanted) else []
-        matches = matches or [s for s in found if s.entry.run_id == run and s.entry.build_id == (build or "base")]
+        matches = matches or [s for s in built if s.entry.run_id == run]
+        if not matches and len(name) >= COMMIT_CHARACTERS:
+            matches = [s for s in built if (s.entry.commit or "").startswith(name)]
         if len(matches) == 1:
             return matches[0]
         if not matches:
             raise HistoryError(
-                f"{self.storage.url}: no entry {wanted!r} (give an entry's id, a run's id or folder, or RUN:BUILD)"
+                f"{self.storage.url}: no entry {wanted!r}"
+                " (give an entry's id, a run's id, folder or commit, or RUN:BUILD)"
             )
         raise HistoryError(
             f"{self.storage.url}: {wanted!r} means {len(matches)} entries: {', '.join(s.id for s in matches[:8])}"
@@ -316,6 +325,11 @@ class History:
             raise HistoryError(f"{stored.rows_name}: the rows are not in {self.storage.url}; say where with --rows")
         try:
             data = self.rows.read(stored.rows_name)
+        except FileNotFoundError as error:
+            raise HistoryError(
+                f"{self.rows.url}: {stored.rows_name} is not there; the rows of run {stored.entry.run_id} must be kept"
+                " where its job wrote them (--rows, LONGRECALL_ROWS)"
+            ) from error
         except (OSError, HistoryError) as error:
             raise HistoryError(f"{self.rows.url}: cannot read {stored.rows_name} ({error})") from error
         if sha256(data) != stored.entry.rows.sha256:

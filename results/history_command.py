@@ -157,7 +157,7 @@ def list_(
 @app.command()
 @plain_errors
 def show(
-    entry: Annotated[str, typer.Argument(help="Id, run id (its base), or RUN:BUILD.")],
+    entry: Annotated[str, typer.Argument(help="Id, run (id, folder or commit: its base), or RUN:BUILD.")],
     store: Store = DEFAULT_STORE,
     rows: RowsAt = None,
 ) -> None:
@@ -177,8 +177,8 @@ def provenance_changes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, 
 @app.command()
 @plain_errors
 def diff(
-    baseline: Annotated[str, typer.Argument(help="Id, run id, RUN:BUILD, or a baseline's name.")],
-    candidate: Annotated[str, typer.Argument(help="Id, run id, or RUN:BUILD.")],
+    baseline: Annotated[str, typer.Argument(help="Id, run (id, folder or commit), RUN:BUILD, or a baseline's name.")],
+    candidate: Annotated[str, typer.Argument(help="Id, run (id, folder or commit), or RUN:BUILD.")],
     store: Store = DEFAULT_STORE,
     rows: RowsAt = None,
     as_json: AsJson = False,
@@ -286,7 +286,7 @@ def baseline(
     name: Annotated[str, typer.Argument(help="Baseline's name.")] = "main",
     entry: Annotated[
         str | None,
-        typer.Argument(help="Run (id or folder), RUN:BUILD or entry id to pin; without it the baseline is shown."),
+        typer.Argument(help="Run (id, folder or commit), RUN:BUILD or entry id to pin; without it the pin is shown."),
     ] = None,
     store: Store = DEFAULT_STORE,
     rows: RowsAt = None,

@@ -119,8 +119,9 @@ def group(entries: Sequence[Stored]) -> dict[tuple[str, str], list[Stored]]:
 def trends(
     entries: Sequence[Stored], thresholds: Thresholds, *, last: int = 2000, otava: Path | None = None
 ) -> list[Trend]:
-    """A trend per suite and line, longest first. `last`: newest entries that are looked at.
+    """A trend per suite and line, those of base builds first, then the longest.
 
+    last: newest entries that are looked at.
     otava: its executable, to find the change points instead of results/changes.py.
     """
     with no_collection():
@@ -130,7 +131,7 @@ def trends(
             )
             for (suite, line), own in group(entries).items()
         ]
-    made.sort(key=lambda trend: (-len(trend.entries), trend.line))
+    made.sort(key=lambda trend: (trend.entries[-1].entry.role != "base", -len(trend.entries), trend.line))
     return [_by_otava(trend, otava, thresholds) for trend in made] if otava else made
 
 

@@ -164,9 +164,19 @@ def context(data: TrendData) -> dict[str, Any]:
 
 
 def _headline(data: TrendData) -> str:
-    """A line whose last change is a fall has not recovered from it, however long ago that was."""
+    """The paired test first, which sees a loss at once; then change points.
+
+    A line whose last change is a fall has not recovered from it, however long ago that was.
+    """
     if not data.trends:
         return "No run in this history yet"
+    guilty = [p for p in data.paired if p.verdict.verdict == "culprit"]
+    if len(guilty) == 1:
+        [one] = guilty
+        lost = charts.points(-(one.verdict.delta_recall or 0.0))
+        return f"Recall on {one.line} is {lost} points below the baseline"
+    if guilty:
+        return f"Recall is below the baseline on {' and '.join(p.line for p in guilty)}"
     newest_suite = {trend.line: trend.suite_hash for trend in reversed(data.trends)}
     fallen: dict[str, tuple[float, str]] = {}
     for trend in data.trends:
@@ -180,6 +190,8 @@ def _headline(data: TrendData) -> str:
         return f"Recall on {line} fell {charts.points(-move)} points at {commit}"
     if fallen:
         return f"Recall fell on {' and '.join(fallen) if len(fallen) == 2 else f'{len(fallen)} lines'}"
+    if all(len(trend.entries) == 1 for trend in data.trends):
+        return "One run so far"
     return f"Recall holds on {next(iter(newest_suite))}" if len(newest_suite) == 1 else "Recall holds on every line"
 
 

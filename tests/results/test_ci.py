@@ -143,6 +143,19 @@ def test_github_workflow_from_first_run_to_a_caught_regression(tmp_path: Path, r
     assert re.search(r'"name": "base / recall at 2048"', (machine.repo / "benchmark.json").read_text())
 
 
+def test_rows_outlive_a_job_on_a_machine_that_is_thrown_away() -> None:
+    job = yaml.safe_load((DOCS / "github.yml").read_text())["jobs"]["recall"]
+    kept = [step for step in job["steps"] if step.get("uses", "").startswith("actions/cache/")]
+    assert [step["uses"].split("@")[0].rsplit("/", 1)[1] for step in kept] == ["restore", "save"]
+    assert all(f"|| '{step['with']['path']}'" in job["env"]["LONGRECALL_ROWS"] for step in kept)
+    assert "always()" in kept[1]["if"]  # a run that fails the gate is part of the history too
+    names = [step.get("name", step.get("uses")) for step in job["steps"]]
+    assert names.index("Remember") < names.index(kept[1]["uses"])
+    gitlab = yaml.safe_load((DOCS / "gitlab.yml").read_text())["recall"]
+    assert gitlab["cache"]["paths"] == [f"{gitlab['variables']['LONGRECALL_ROWS']}/"]
+    assert gitlab["cache"]["when"] == "always"
+
+
 def test_gitlab_job(tmp_path: Path, run_dirs: dict[str, Path]) -> None:
     machine = Machine(tmp_path / "m", run_dirs)
     job = yaml.safe_load((DOCS / "gitlab.yml").read_text())["recall"]

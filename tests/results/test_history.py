@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -453,6 +454,26 @@ def test_add_list_show_diff_verify(two_runs: tuple[Path, str, str]) -> None:
     verified = run("verify", "--store", store)
     assert verified.exit_code == 0
     assert json.loads(verified.output)["problems"] == 0
+
+
+def test_a_run_is_found_by_its_folder_and_by_its_commit(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    _, store, good = two_runs
+    shutil.copytree(good, tmp_path / "measured-for-pr-7")
+    for name in (str(tmp_path / "measured-for-pr-7"), "a" * 40, "a" * 7):
+        assert json.loads(run("show", name, "--store", store).output)["run_id"] == "good", name
+    assert json.loads(run("show", f"{'b' * 7}:noop", "--store", store).output)["run_id"] == "worse"
+    compared = json.loads(run("diff", "a" * 8, "b" * 8, "--store", store, "--json").output)
+    assert compared["verdict"]["verdict"] == "culprit"
+    missing = run("show", "c" * 7, "--store", store)
+    assert missing.exit_code == 2 and "folder or commit" in missing.stderr
+
+
+def test_rows_that_were_not_kept_are_named_with_the_run_that_wrote_them(
+    two_runs: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    done = run("diff", "good", "worse", "--store", two_runs[1], "--rows", str(tmp_path / "empty"))
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert ".parquet is not there; the rows of run worse must be kept" in done.stderr
 
 
 def test_verify_fails_loudly(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -232,6 +233,30 @@ def test_empty_history_says_so(tmp_path: Path) -> None:
     done = run("--store", str(tmp_path / "none"), "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "No run in this history yet" in (tmp_path / "trend.html").read_text()
+
+
+def test_first_run_is_no_trend_and_a_loss_against_the_baseline_comes_first(
+    tmp_path: Path, simulated: Any, run_writer: Any
+) -> None:
+    history, shown = str(tmp_path / "h"), tmp_path / "trend.html"
+
+    def add(name: str, commit: str, fall: float) -> None:
+        losses = {"base": (0, fall), "base-again": (0, fall), "topk-256": (0, 0.45 + fall), "noop": (0, fall)}
+        run_dir = run_writer(tmp_path / name, simulated(run_id=name, conversations=26, losses=losses, seed=4))
+        arguments = ["add", str(run_dir), "--store", history, "--line", "main", "--commit", commit]
+        assert CliRunner().invoke(build_app(["history"]), ["history", *arguments]).exit_code == 0
+
+    add("good", "a" * 40, 0.0)
+    assert run("--store", history, "--out", str(tmp_path)).exit_code == 0
+    assert "<h1>One run so far</h1>" in shown.read_text()
+    pin = ["history", "baseline", "main", "good", "--store", history, "--reason", "first"]
+    assert CliRunner().invoke(build_app(["history"]), pin).exit_code == 0
+    add("worse", "b" * 40, 0.3)
+    done = run("--store", history, "--out", str(tmp_path))
+    assert json.loads(done.output.splitlines()[-1])["paired"] == {"main": "culprit"}
+    assert re.search("<h1>Recall on main is [0-9.]+ points below the baseline</h1>", shown.read_text())
+    lines = [one["line"] for one in json.loads(done.output.splitlines()[-1])["lines"]]
+    assert lines[0] == "main" and len(lines) > 1
 
 
 def test_damaged_file_is_named_on_the_page(store: Path, tmp_path: Path) -> None:
