@@ -36,7 +36,7 @@ from longrecall.needles.render import Ruler
 from longrecall.needles.schema import Conversation
 from longrecall.results import run_folder
 from longrecall.results.early import EarlyStop
-from longrecall.results.preflight import problem_of
+from longrecall.results.preflight import problem_of, too_short
 from longrecall.results.schema import Campaign, Report
 from longrecall.runners import inside
 from longrecall.runners.builds import (
@@ -53,7 +53,7 @@ from longrecall.runners.builds import (
     with_server_info,
     without_secrets,
 )
-from longrecall.runners.client import connect
+from longrecall.runners.client import Endpoint, connect
 from longrecall.runners.engines import Engine, engine_of
 from longrecall.runners.gold import GoldScorer
 from longrecall.runners.inside import Shape, look_inside
@@ -680,16 +680,18 @@ async def _ask_all(
         async with AsyncExitStack() as stack:
             with stages.stage("start_s"):
                 campaign, failed = await _start(plan, wave, run_dir, campaign, servers, infos, watcher)
-            endpoints = {}
+            endpoints: dict[str, Endpoint] = {}
+            longest: dict[str, int | None] = {}
             for prepared in wave:
                 build_id = prepared.build.build_id
                 if build_id in failed:
                     continue
                 url = servers[build_id].url if build_id in servers else prepared.endpoint
                 assert url is not None
+                model, longest[build_id] = await _served_model(build_id, url)
                 endpoints[build_id] = await stack.enter_async_context(
                     connect(
-                        build_id, url, model=await _model_name(build_id, url), timeout_s=options.request_timeout_s,
+                        build_id, url, model=model, timeout_s=options.request_timeout_s,
                         stream=options.stream, echoes_begun_answer=plan.engine.echoes_begun_answer,
                         begun_after_generation_prompt=plan.engine.begun_after_generation_prompt,
                         returns=plan.engine.returns(_launch_args(plan, build_id)),
@@ -707,7 +709,9 @@ async def _ask_all(
 
             prompts = replace(plan.prompts, page_tokens=page_tokens([infos.get(name) for name in ids]))
             for build_id, endpoint in endpoints.items():
-                wrong = await problem_of(endpoint, prompts, plan.conversations[0], str(plan.model.path))
+                wrong = too_short(longest[build_id], campaign.rungs[-1], campaign.max_tokens) or await problem_of(
+                    endpoint, prompts, plan.conversations[0], str(plan.model.path)
+                )
                 if wrong is not None:
                     tail = f"; its log ends:\n{log_tail(servers[build_id].log)}" if build_id in servers else ""
                     failed[build_id] = f"build {build_id} at {endpoint.root}: {wrong}{tail}"
@@ -919,14 +923,17 @@ async def server_statistics(urls: Sequence[str], path: str) -> dict[str, float]:
     return total
 
 
-async def _model_name(build_id: str, url: str) -> str:
+async def _served_model(build_id: str, url: str) -> tuple[str, int | None]:
+    """The name of the model that a server lists first, and its longest context in tokens where it says so."""
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
             reply = await client.get("/v1/models")
-            return str(reply.json()["data"][0]["id"])
+            listed = reply.json()["data"][0]
+            longest = listed.get("max_model_len")
+            return str(listed["id"]), longest if isinstance(longest, int) and longest > 0 else None
     except httpx.HTTPError as problem:
         raise CampaignError(f"build {build_id}: nobody answers at {url}: {problem!r}") from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise CampaignError(
             f"build {build_id}: {url} is not an OpenAI-compatible server: /v1/models answered {reply.status_code}:"
             f" {reply.text[:120]!r}"

@@ -1,7 +1,8 @@
-"""One prompt asked of every server before the first question: is this the model the questions were measured for?
+"""What is seen of every server before the first question: is this the model the questions were measured for?
 
-A served model with another tokenizer or chat template answers every planned prompt with another token count, and each
-reply would be void. Seen here first, it is one message, and costs one token.
+A context too short for the longest rung refuses every prompt there, after the shorter ones were paid for. A served
+model with another tokenizer or chat template answers every planned prompt with another token count, and each reply
+would be void. Seen here first, it is one message, and costs one token.
 """
 
 import random
@@ -17,6 +18,16 @@ _MESSAGES: Messages = [
     {"role": "user", "content": "What is the locker code of Ada?"},
 ]
 _BEGUN = {"role": "assistant", "content": "The locker code of Ada is"}
+
+
+def too_short(longest_context: int | None, rung: int, max_tokens: int) -> str | None:
+    """What is wrong with a server of this longest context (None: it does not say); None when the rung fits."""
+    if longest_context is None or rung + max_tokens <= longest_context:
+        return None
+    return (
+        f"its longest context is {longest_context:,} tokens, and rung {rung:,} with an answer of {max_tokens} takes"
+        f" {rung + max_tokens:,}"
+    )
 
 
 async def problem_of(endpoint: Endpoint, prompts: Prompts, example: Conversation, model_folder: str) -> str | None:

@@ -172,9 +172,8 @@ def _headline(data: TrendData) -> str:
         return "No run in this history yet"
     guilty = [p for p in data.paired if p.verdict.verdict == "culprit"]
     if len(guilty) == 1:
-        [one] = guilty
-        lost = charts.points(-(one.verdict.delta_recall or 0.0))
-        return f"Recall on {one.line} is {lost} points below the baseline"
+        lost = charts.points(-(guilty[0].verdict.delta_recall or 0.0))
+        return f"Recall on {guilty[0].line} is {lost} points below the baseline"
     if guilty:
         return f"Recall is below the baseline on {' and '.join(p.line for p in guilty)}"
     newest_suite = {trend.line: trend.suite_hash for trend in reversed(data.trends)}

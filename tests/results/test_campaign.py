@@ -499,8 +499,12 @@ def test_a_server_that_runs_out_of_memory_is_named_with_its_log(
     [
         ('["--extra-tokens", "1"]', r"it counts \d+ tokens where the tokenizer and chat template of .* make \d+"),
         ('["--template-error"]', "it cannot be asked: http 400: .*roles must alternate"),
+        (
+            '["--max-model-len", "465"]',
+            "its longest context is 465 tokens, and rung 450 with an answer of 16 takes 466",
+        ),
     ],
-    ids=["another tokenizer", "a template that raises"],
+    ids=["another tokenizer", "a template that raises", "too short a context"],
 )
 def test_a_build_that_cannot_be_asked_is_left_out_and_the_others_go_on(
     launched: Callable[..., Options], patch: str, said: str

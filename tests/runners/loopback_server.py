@@ -72,7 +72,8 @@ class Loopback:
         if path == "/server_info":
             return self.send(writer, 200, {"engine": "loopback", "pid": 1, **json.loads(self.options.info)})
         if path == "/v1/models":
-            return self.send(writer, 200, {"object": "list", "data": [{"id": "loopback", "object": "model"}]})
+            card = {"id": "loopback", "object": "model", "max_model_len": self.options.max_model_len}
+            return self.send(writer, 200, {"object": "list", "data": [card]})
         if path != "/v1/chat/completions":
             return self.send(writer, 404, {"error": {"message": f"no route {path}"}})
         text = "\n".join(message["content"] for message in body["messages"])
@@ -246,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--orphan")
     made.add_argument("--out-of-memory", action="store_true")
     made.add_argument("--extra-tokens", type=int, default=0)
+    made.add_argument("--max-model-len", type=int)
     made.add_argument("--template-error", action="store_true")
     return made
 
