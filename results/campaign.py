@@ -282,7 +282,7 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
     if given is not None:
         folder = given.expanduser()
         if not (folder / "tokenizer.json").is_file():
-            raise ValueError(f"{folder}: no model folder: it has no tokenizer.json")
+            raise CampaignError(f"{folder}: no model folder: it has no tokenizer.json")
     elif engine.name == "reference":
         note("reference model: checking its folder by hash (made once, in seconds)")
         folder = _reference_folder()
@@ -291,10 +291,10 @@ def find_model(engine: Engine, given: Path | None, note: Callable[[str], None]) 
 
         note("Gemma 3 270M for llama.cpp: checking its folder by hash (made once, in seconds)")
         folder = llamacpp_folder(cache_dir())
-    elif engine.name == "sglang":
+    elif engine.name in ("sglang", "vllm"):
         from longrecall.runners.sglang_model import sglang_folder
 
-        note("Gemma 3 270M for SGLang: checking its folder by hash (made once, in half a minute)")
+        note("Gemma 3 270M in HuggingFace's form: checking its folder by hash (made once, in half a minute)")
         folder = sglang_folder()
     else:
         raise ValueError(f"engine {engine.name!r} needs --model-folder: the served model's tokenizer and chat template")

@@ -309,7 +309,7 @@ def test_sigterm_ends_it_in_order_and_says_how_to_go_on(tmp_path: Path, patchset
         (["--fail-on", "guilty"], 2, "'guilty' is none of culprit, inconclusive"),
         (["--only", "nobody"], 2, "no patch 'nobody'"),
         (["--recipe", "nothing"], 2, "nothing"),
-        (["--model-folder", "/no/such/folder"], 2, "/no/such/folder: no model folder"),
+        (["--model-folder", "/no/such/folder"], 3, "/no/such/folder: no model folder"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_leaves_nothing(

@@ -44,7 +44,7 @@ def loopback(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         server = Server(name, command, dict(os.environ), tmp_path / f"server-{name}", HeldPort())
         servers.append(server)
         server.start()
-        asyncio.run(server.wait_ready(20.0))
+        asyncio.run(server.wait_ready(120.0))
         return server
 
     yield make

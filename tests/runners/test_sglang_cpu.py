@@ -206,3 +206,12 @@ def test_right_answers_are_scored_and_decode_agrees_with_prefill(
     said = summarise(tmp_path, ["base"], "base", "base-again", None)["builds"]["base"]
     # Measured on this model: bf16 rounding, decode against prefill of the same tokens.
     assert sorted(said) == ["512", "640"] and all(rung["prefill_decode_nats"][0] < 0.02 for rung in said.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_arm_is_answered_and_gets_from_the_cache_what_it_wants(
+    base: tuple[Server, PreparedBuild], tmp_path: Path, third_party: ModuleType
+) -> None:
+    arms = ("warm", "cold", "branched", "free", "concat", "alone", "mirrored")
+    third_party.in_every_arm(base[0].url, ENGINE, sglang_folder(), tmp_path, arms)
