@@ -58,9 +58,9 @@ sglang-cpu: install
 llamacpp: install
 	$(PIP) -e '.[llamacpp]' || (sleep 10 && $(PIP) -e '.[llamacpp]')
 
-# Campaigns on SGLang and llama.cpp themselves, on the CPU. The test of two replicas is for by hand: it has not been seen to pass.
+# Campaigns on SGLang and llama.cpp themselves, on the CPU.
 served: sglang-cpu llamacpp
-	LONGRECALL_SERVED=1 $(PYTHON) -m pytest -q -rA -m slow -k "not replicas" tests/runners/test_sglang_cpu.py tests/runners/test_llamacpp.py
+	LONGRECALL_SERVED=1 $(PYTHON) -m pytest -v --durations=0 -m "not gpu" tests/runners/test_sglang_cpu.py tests/runners/test_llamacpp.py
 
 # On the GPU machine: `make h200 PYTHON=python3`, with sglang 0.5.17 installed there.
 H200_OUT ?= results/runs/h200

@@ -707,7 +707,9 @@ async def _ask_all(
                 except ServerError as problem:
                     raise BuildGone(str(problem)) from None
 
-            prompts = replace(plan.prompts, page_tokens=page_tokens([infos.get(name) for name in ids]))
+            by_flag = max(plan.engine.page_tokens(_launch_args(plan, name)) for name in ids)
+            page = max(by_flag, page_tokens([infos.get(name) for name in ids]))
+            prompts = replace(plan.prompts, page_tokens=page)
             for build_id, endpoint in endpoints.items():
                 wrong = too_short(longest[build_id], campaign.rungs[-1], campaign.max_tokens) or await problem_of(
                     endpoint, prompts, plan.conversations[0], str(plan.model.path)

@@ -165,6 +165,10 @@ class Engine:
         """What the log of a ready server says that its own report does not; key "log" of the stored report."""
         return {}
 
+    def page_tokens(self, args: tuple[str, ...]) -> int:
+        """Tokens of a cache page by the launch arguments; 1 where the server's own report tells, or all count."""
+        return 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class SglangEngine(Engine):
@@ -242,6 +246,16 @@ class VllmEngine(Engine):
         path = f"{Path(source.python).parent}:{env.get('PATH', '')}"
         return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PATH": path}
 
+    def page_tokens(self, args: tuple[str, ...]) -> int:
+        from longrecall.runners import sglang
+
+        given = dict(sglang.flags(args)).get("block_size") or ""
+        return int(given) if given.isdigit() else _VLLM_PAGE
+
+
+_VLLM_PAGE = 128
+"""vLLM's larger default (16 on GPUs, 128 on CPUs): its report does not tell which it took."""
+
 
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
@@ -311,7 +325,6 @@ ENGINES: Mapping[str, Engine] = {
             shared_mb=600,
             start_timeout_s=1800.0,  # weights of hundreds of gigabytes; five servers on two cores take four minutes
         ),
-        # From vLLM's documented flags and routes; no vLLM has been served by this yet.
         VllmEngine(
             name="vllm",
             launches=True,
@@ -326,6 +339,8 @@ ENGINES: Mapping[str, Engine] = {
             info_path="/version",
             gold_route="completions",
             ladders_at_once=1,
+            server_mb=5000,  # measured on the CPU, of its three processes, with a cache of 1 GB
+            shared_mb=600,
             start_timeout_s=1800.0,
         ),
         Engine(

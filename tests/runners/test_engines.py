@@ -51,6 +51,12 @@ def test_without_vllm_the_environment_is_named(tmp_path: Path) -> None:
         prepare_builds(patchset, engine_of(patchset), MODEL, threads=1)
 
 
+def test_the_cache_page_of_vllm_is_its_block() -> None:
+    vllm = ENGINES["vllm"]
+    assert vllm.page_tokens(("--block-size", "32")) == vllm.page_tokens(("--block-size=32", "--seed", "0")) == 32
+    assert vllm.page_tokens(()) == 128 and ENGINES["sglang"].page_tokens(("--page-size", "64")) == 1
+
+
 def test_what_sglang_returns_follows_its_launch_flags() -> None:
     engine = ENGINES["sglang"]
     assert engine.returns(("--tp", "8")) == frozenset()

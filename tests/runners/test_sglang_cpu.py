@@ -4,8 +4,10 @@ In this order, because the single server stays up until its last test and takes 
 """
 
 import asyncio
+import json
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from longrecall.runners.processes import HeldPort, Server
 from longrecall.runners.prompts import after_generation_prompt, make_prompts
 from longrecall.runners.schema import Deployment, Response
 from longrecall.runners.sglang_install import is_complete
+from longrecall.runners.sglang_launch import plan_build
 from longrecall.runners.sglang_model import sglang_folder
 
 PATCHSET = ROOT / "patchsets" / "sglang-cpu.toml"
@@ -47,14 +50,14 @@ def made(folder: Path) -> dict[str, PreparedBuild]:
     return {item.build.build_id: item for item in prepared}
 
 
-def processes_of(trees: set[str]) -> list[str]:
-    """Command lines of the processes, of whatever title, that import SGLang from one of these trees."""
-    found = []
+def processes_of(trees: set[str]) -> dict[int, str]:
+    """Command lines of the processes, of whatever title, that import SGLang from one of these trees, by process id."""
+    found = {}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = environ.read_bytes().split(b"\0")
             if any(f"PYTHONPATH={tree}".encode() in variables for tree in trees):
-                found.append((environ.parent / "cmdline").read_text().replace("\0", " "))
+                found[int(environ.parent.name)] = (environ.parent / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
     return found
@@ -68,15 +71,54 @@ def test_the_shipped_diffs_apply_to_the_installed_sglang(tmp_path: Path) -> None
     assert packages["sglang"] == "0.5.23" and packages["sgl_kernel"].endswith("+longrecall")
 
 
+READ_COMMANDS = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+from sglang_router.launch_router import parse_router_args
+for command in json.load(sys.stdin):
+    module, given = command[2], command[3:]
+    if module == "sglang.launch_server":
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        args = parser.parse_args(given)
+        print(args.disaggregation_mode, args.disaggregation_transfer_backend, args.disaggregation_bootstrap_port)
+    else:
+        args = parse_router_args(given)
+        print(args.prefill_urls, args.decode_urls, args.worker_urls, args.policy, args.disable_retries)
+"""
+
+
+@pytest.mark.slow
+def test_sglang_and_its_router_read_the_planned_commands_as_they_are_meant(tmp_path: Path) -> None:
+    build = made(sglang_folder())["base"]
+
+    def read(deployment: Deployment) -> list[str]:
+        plan = plan_build(build, deployment, iter(range(31_000, 31_020)))
+        commands = json.dumps([process.command for process in plan.processes])
+        python = [build.command[0], "-c", READ_COMMANDS]
+        done = subprocess.run(python, input=commands, env=build.env, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()
+
+    assert read(Deployment(kind="pd", prefill=1, decode=1, transfer_backend="nixl")) == [
+        "prefill nixl 31002",
+        "decode nixl 8998",
+        "[('http://127.0.0.1:31000', 31002)] ['http://127.0.0.1:31003'] [] cache_aware True",
+    ]
+    *_, router = read(Deployment(kind="replicas", replicas=2, policy="round_robin"))
+    assert router == "[] [] ['http://127.0.0.1:31000', 'http://127.0.0.1:31002'] round_robin True"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: Path, third_party: ModuleType) -> None:
     trees = {str(item.tree) for item in made(sglang_folder()).values()}
+    before = processes_of(trees)
     done = third_party.campaign(
-        PATCHSET, tmp_path / "runs", 1800.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "10",
+        PATCHSET, tmp_path / "runs", 1800.0, "--recipe", str(RECIPE), "--rungs", "1024", "--conversations", "8",
         "--max-tokens", "8",
     )  # fmt: skip
-    assert processes_of(trees) == []
+    assert processes_of(trees).keys() <= before.keys()
     assert done.verdicts["keys-3bit"] == "culprit" and done.verdicts["ffn-scaled-twice"] == "culprit", done.said
     assert done.verdicts["noop"] != "culprit", done.said
     assert all(control["passed"] for control in done.report["controls"].values()), done.said
@@ -91,6 +133,7 @@ def test_a_short_campaign_convicts_the_lossy_diffs_and_leaves_nothing(tmp_path: 
 @pytest.mark.timeout(1200)
 def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
     build = made(sglang_folder())["base"]
+    before = processes_of({str(build.tree)})
     patchset = replace(load_patchset(PATCHSET), deployment=Deployment(kind="replicas", policy="round_robin"))
     group = ENGINE.server(build, patchset, tmp_path, 0)
     question = Question(
@@ -110,12 +153,13 @@ def test_two_replicas_behind_the_router_serve_one_build(tmp_path: Path) -> None:
         group.stop()
     assert [reply.error for reply in replies] == [None] * 4 and len({reply.text for reply in replies}) == 1
     assert len(infos) == 2 and changed_keys(infos[0], infos[1], ENGINE) == []
-    assert processes_of({str(build.tree)}) == []
+    assert processes_of({str(build.tree)}).keys() <= before.keys()
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PreparedBuild]]:
     build = made(sglang_folder())["base"]
+    before = processes_of({str(build.tree)})
     server = Server("base", build.command, build.env, tmp_path_factory.mktemp("base"), HeldPort())
     server.start()
     try:
@@ -123,7 +167,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pre
         yield server, build
     finally:
         server.stop()
-    assert processes_of({str(build.tree)}) == []
+    assert processes_of({str(build.tree)}).keys() <= before.keys()
 
 
 @pytest.mark.slow
