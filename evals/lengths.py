@@ -204,6 +204,13 @@ def _length_fit(
 
     l50_low, l50_high = _interval(fit.l50[1:])
     at_low, at_high = _interval(fit.threshold[1:])
+
+    def told(estimate: float, at_least: float, at_most: float) -> tuple[float | None, Beyond | None]:
+        unknown = at_least < low and at_most > high  # a flat curve: these rungs do not say where it falls
+        return (None, None) if unknown else (tokens(estimate), beyond(estimate))
+
+    l50_tokens, l50_beyond = told(float(fit.l50[0]), l50_low, l50_high)
+    threshold_tokens, threshold_beyond = told(float(fit.threshold[0]), at_low, at_high)
     octaves = octaves_low = octaves_high = None
     if base is not None:
         # a difference is known only where both curves bend inside the grid, or nearly so
@@ -215,15 +222,15 @@ def _length_fit(
     return LengthFit(
         build=build,
         n_conversations=cells.n_clusters,
-        l50_tokens=tokens(float(fit.l50[0])),
+        l50_tokens=l50_tokens,
         l50_ci_low=tokens(l50_low),
         l50_ci_high=tokens(l50_high),
-        l50_beyond=beyond(float(fit.l50[0])),
+        l50_beyond=l50_beyond,
         threshold=threshold,
-        threshold_tokens=tokens(float(fit.threshold[0])),
+        threshold_tokens=threshold_tokens,
         threshold_ci_low=tokens(at_low),
         threshold_ci_high=tokens(at_high),
-        threshold_beyond=beyond(float(fit.threshold[0])),
+        threshold_beyond=threshold_beyond,
         isotonic_tokens=tokens(isotonic) if math.isfinite(isotonic) else None,
         octaves=octaves,
         octaves_ci_low=octaves_low,

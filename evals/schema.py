@@ -183,7 +183,8 @@ class LengthFit:
     build: str
     n_conversations: int
     l50_tokens: float | None
-    """Length at which recall has fallen to half of its plateau; None outside the rungs (see `l50_beyond`)."""
+    """Length at which recall has fallen to half of its plateau; None outside the rungs (see `l50_beyond`), and where
+    its interval reaches beyond them on both sides."""
     l50_ci_low: float | None
     l50_ci_high: float | None
     l50_beyond: Beyond | None

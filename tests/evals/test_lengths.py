@@ -93,6 +93,22 @@ def test_build_that_always_forgets_is_shorter_than_the_rungs():
     assert fit.l50_tokens is None and fit.l50_beyond == "shorter"
 
 
+def test_a_flat_curve_half_way_up_has_no_length_of_its_own():
+    [once] = draw_builds(
+        np.random.default_rng(0),
+        reps=1,
+        conversations=24,
+        probes=8,
+        base_recall=0.5,
+        recalls=[0.5],
+        icc=0.2,
+        engine=QUIET,
+    )
+    both = scores_of(np.stack([once, once], axis=1), builds=["b0"], rungs=[448, 1536])
+    (fit,) = length_fits(make_cells(both, builds=["b0"], rungs=[448, 1536]), "b0")
+    assert fit.l50_tokens is None and fit.l50_beyond is None and fit.l50_ci_low is None and fit.l50_ci_high is None
+
+
 def test_too_few_rungs_or_conversations_give_no_fit():
     assert length_fits(_cells([13.0], rungs=[2048]), "b0") == ()
     assert length_fits(_cells([13.0], conversations=5), "b0") == ()
