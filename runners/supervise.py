@@ -26,7 +26,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it goes; nothing outside Linux."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
     # SIGINT from a terminal reaches the campaign, which stops us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     codes: dict[int, int] = {}
-    server = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
+    server = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
     asked_to_stop = False
     while not asked_to_stop:
         ready, _, _ = select.select([pipe, wake_read], [], [], 1.0)

@@ -10,6 +10,8 @@ much on an answer. A step is 65,536 tokens. Same seed, same batches and start;
 sums on a GPU are not bit-identical between runs.
 
 DIR/state.pt is replaced after every `--save-s` seconds and at the end, DIR/log.jsonl grows by a line every 20 steps.
+Killed at any moment, the same command goes on from the state, the log is cut back to it, and what follows is what would
+have followed: on a CPU to the last bit.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from longrecall.runners.deepseek_v32.config import V32Config
 from longrecall.runners.deepseek_v32.model import MoE, V32Model, index_scores, top_selection
 from longrecall.runners.deepseek_v32.muon import Muon
 from longrecall.runners.deepseek_v32.text import Batch, Shape, Texts, vocabulary
+from longrecall.runners.supervise import die_with_parent
 
 BIAS_STEP = 0.001
 """Of the gate's balancing bias, which follows the load (no balance loss)."""
@@ -94,6 +97,7 @@ _texts: Texts | None = None
 
 def _worker() -> None:
     global _texts
+    die_with_parent()  # a killed trainer closes no pool
     torch.set_num_threads(1)
     _texts = Texts()
 
@@ -217,6 +221,10 @@ class Trainer:
         self.model.initialise(seed)
         self.model.to(device)
         self.phase, self.step, self.steps, self.tokens, self.seconds = 0, 0, 0, 0, 0.0
+        self.window: deque[tuple[Tensor, Tensor]] = deque(maxlen=LOG_EVERY)
+        """Loss and counts of the phase's last steps."""
+        self.recent: deque[float] = deque(maxlen=3)
+        """The answers' accuracy in the phase's last logged windows."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.rates = {**RATES, **(rates or {})}
         self.kind = ""
@@ -295,11 +303,21 @@ class Trainer:
 
     def next_phase(self) -> None:
         self.phase, self.step = self.phase + 1, 0
+        self.window.clear()
+        self.recent.clear()
         self.enter()
+
+    def identity(self) -> dict[str, Any]:
+        """What a state must have been trained with, to go on from it."""
+        return {
+            "config": asdict(self.config), "seed": self.seed, "plan": [json.dumps(asdict(p)) for p in self.plan],
+            "rates": self.rates,
+        }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         return {
-            "config": asdict(self.config), "seed": self.seed, "phase": self.phase, "step": self.step,
+            **self.identity(), "phase": self.phase, "step": self.step,
+            "window": [(float(loss), counts.tolist()) for loss, counts in self.window], "recent": list(self.recent),
             "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "model": self.model.state_dict(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "kind": self.kind,
@@ -308,6 +326,11 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         self.phase, self.step, self.steps = state["phase"], state["step"], state["steps"]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
+        self.window.extend(
+            (torch.tensor(loss, device=self.device), torch.tensor(counts, device=self.device))
+            for loss, counts in state["window"]
+        )
+        self.recent.extend(state["recent"])
         self.model.load_state_dict(state["model"])
         self.enter()
         if self.kind == state["kind"]:
@@ -347,6 +370,22 @@ def judge(
     return found
 
 
+def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: it cannot be read, or lacks what this version keeps.
+    """
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        missing = {"plan", "rates", "window", "recent", "log_bytes"} - state.keys()
+    except Exception as problem:  # zip, pickle and torch each raise their own
+        lines = str(problem).splitlines() or [""]
+        raise ValueError(f"{path} cannot be read ({lines[0]}); remove it, or give another --state") from problem
+    if missing:
+        raise ValueError(f"{path} is of another version; remove it, or give another --state")
+    return dict(state)
+
+
 def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32Config | None = None) -> bool:
     """Go on until the plan or the time ends; True when the plan is done."""
     began = time.monotonic()
@@ -357,26 +396,31 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
     config = config or V32Config(vocab_size=len(vocabulary()))
     trainer = Trainer(config, plan, seed=options.seed, device=device, rates={"muon": options.muon_rate})
     kept = state_dir / "state.pt"
+    log_bytes = 0
     if kept.is_file():
-        state = torch.load(kept, map_location=device, weights_only=True)
-        if state["config"] != asdict(config) or state["seed"] != options.seed:
-            raise ValueError(f"{kept} belongs to another model or seed; give another --state, or remove it")
+        state = read_state(kept, device)
+        others = [key for key, value in trainer.identity().items() if state[key] != value]
+        if others:
+            raise ValueError(f"{kept} has another {' and '.join(others)}; give another --state, or remove it")
         trainer.restore(state)
+        log_bytes = state["log_bytes"]
     if options.compile:
         trainer.model.compile_parts()
     texts = Texts()
     feed = Feed(options.seed, options.workers)
-    log = (state_dir / "log.jsonl").open("a", encoding="utf-8")
+    log = (state_dir / "log.jsonl").open("ab")
+    log.truncate(min(log_bytes, log.tell()))  # what was logged after the state was kept will be logged again
+    log.seek(0, os.SEEK_END)
 
     def say(**line: Any) -> None:
         text = json.dumps(line)
         print(text, flush=True)
-        log.write(text + "\n")
+        log.write(text.encode() + b"\n")
         log.flush()
 
     def save() -> None:
         part = kept.with_suffix(".part")
-        torch.save(trainer.state(), part)
+        torch.save({**trainer.state(), "log_bytes": log.tell()}, part)
         os.replace(part, kept)
 
     def elapsed() -> float:
@@ -386,8 +430,7 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
     try:
         while trainer.phase < len(plan):
             phase = plan[trainer.phase]
-            window: deque[tuple[Tensor, Tensor]] = deque(maxlen=LOG_EVERY)
-            recent: deque[float] = deque(maxlen=3)
+            window, recent, begun_at = trainer.window, trainer.recent, trainer.step
             marked, stop = time.monotonic(), False
             for batch in feed.batches(phase, trainer.step):
                 window.append(trainer.train_step(batch))
@@ -400,10 +443,10 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
                         step=trainer.steps, phase=phase.name, at=trainer.step,
                         loss=round(float(torch.stack([loss for loss, _ in window]).mean()), 4), first=round(first, 4),
                         second=round(second, 4), rate=round(trainer.rate() if not done else phase.lr[1], 4),
-                        tokens_per_s=round(len(window) * phase.rows * phase.length / (now - marked)),
+                        tokens_per_s=round((trainer.step - begun_at) * phase.rows * phase.length / (now - marked)),
                         tokens=trainer.tokens, seconds=round(paid + elapsed(), 1),
                     )  # fmt: skip
-                    marked = now
+                    marked, begun_at = now, trainer.step
                     recent.append(min(first, second))
                     done = done or (len(recent) == 3 and min(recent) >= phase.enough)
                 trainer.seconds = paid + elapsed()
@@ -424,9 +467,11 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
                 say(judged=phase.name, kind="sparse" if phase.kind != "dense" else "dense", recall=said)
                 trainer.next_phase()
             trainer.seconds = paid + elapsed()
+            broken_off = stop and trainer.phase < len(plan)
+            if broken_off:
+                say(stopped=plan[trainer.phase].name, at=trainer.step, seconds=round(trainer.seconds, 1))
             save()
-            if stop and trainer.phase < len(plan):
-                say(stopped=phase.name, at=trainer.step, seconds=round(trainer.seconds, 1))
+            if broken_off:
                 return False
         say(finished=True, steps=trainer.steps, tokens=trainer.tokens, seconds=round(trainer.seconds, 1))
         return True

@@ -1,8 +1,14 @@
 """The trainable DeepSeek-V3.2 model: its closed world, its numbers against the references, training, export."""
 
+import json
+import os
 import random
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,7 +35,7 @@ from longrecall.runners.deepseek_v32.model import (
     top_selection,
 )
 from longrecall.runners.deepseek_v32.muon import orthogonalised
-from longrecall.runners.deepseek_v32.text import Shape, Texts, vocabulary, write_tokenizer
+from longrecall.runners.deepseek_v32.text import Batch, Shape, Texts, vocabulary, write_tokenizer
 from longrecall.runners.engines import ENGINES, engine_of
 from longrecall.runners.patchset import load_patchset, read_diffs
 
@@ -183,6 +189,147 @@ def test_training_goes_on_where_it_stopped(texts: Texts) -> None:
         go_on(other, 7 - stop, texts)
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, other.model.state_dict()[name]), (stop, name)
+
+
+KILLED = """
+import os, signal, sys
+from dataclasses import replace
+from longrecall.runners.deepseek_v32 import train
+from longrecall.runners.deepseek_v32.config import V32Config
+from longrecall.runners.deepseek_v32.text import vocabulary
+
+if __name__ == "__main__":
+    train.LOG_EVERY = 2
+    state, kill_at = sys.argv[1], int(sys.argv[2])
+    replaced, real = 0, os.replace
+
+    def replace_or_die(part, whole):
+        global replaced
+        replaced += 1
+        if replaced == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(part, whole)
+
+    os.replace = replace_or_die
+    options = train.parser().parse_args(
+        ["--state", state, "--workers", "1", "--save-s", "0", "--judge", "64", "--no-compile"]
+    )
+    config, plan = eval(sys.argv[3]), eval(sys.argv[4], {"Phase": train.Phase})
+    train.train(options, plan, config)
+"""
+
+
+BY_ACCURACY = (replace(PLAN[0], steps=20, enough=0.0), *PLAN[1:])
+"""The dense phase ends by accuracy after three windows of two steps."""
+
+
+def assert_same_training(one_folder: Path, other_folder: Path) -> None:
+    """Weights, optimizers and logs, times aside."""
+    one, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (one_folder, other_folder))
+    assert one["steps"] == other["steps"] == 6 + 2 + 2
+    assert all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
+    assert str(one["optimizers"]) == str(other["optimizers"])
+    lines = [
+        [
+            {key: value for key, value in json.loads(line).items() if key not in ("seconds", "tokens_per_s")}
+            for line in (folder / "log.jsonl").read_text().splitlines()
+        ]
+        for folder in (one_folder, other_folder)
+    ]
+    assert lines[0] == lines[1] and lines[0][-1]["finished"]
+
+
+class FeedHere:
+    """`train.Feed` without processes."""
+
+    def __init__(self, seed: int, workers: int) -> None:
+        self.seed, self.texts = seed, Texts(200)
+
+    def batches(self, phase: train.Phase, first: int) -> Iterator[Batch]:
+        for step in count(first):
+            yield self.texts.batch(phase.shape, phase.rows, random.Random(f"{self.seed}:{phase.name}:{step}"))
+
+    def close(self) -> None:
+        pass
+
+
+def test_broken_off_while_it_saves_training_ends_in_the_same_weights_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "LOG_EVERY", 2)
+    monkeypatch.setattr(train, "Feed", FeedHere)
+    monkeypatch.setattr(train, "Texts", lambda: Texts(200))
+    real, numbers = os.replace, count(1)
+
+    def replace_or_break_off(part: Path, whole: Path) -> None:
+        if next(numbers) == 5:
+            raise KeyboardInterrupt
+        real(part, whole)
+
+    def go(name: str) -> bool:
+        options = train.parser().parse_args(
+            ["--state", str(tmp_path / name), "--workers", "1", "--save-s", "0", "--judge", "64", "--no-compile"]
+        )
+        return train.train(options, BY_ACCURACY, TINY)
+
+    assert go("whole")
+    monkeypatch.setattr(os, "replace", replace_or_break_off)
+    with pytest.raises(KeyboardInterrupt):
+        go("broken")
+    # the third window of the dense phase is half full, and the second was logged after the state was kept
+    assert torch.load(tmp_path / "broken" / "state.pt", weights_only=True)["steps"] == 4
+    assert go("broken")
+    assert_same_training(tmp_path / "whole", tmp_path / "broken")
+
+
+@pytest.mark.slow
+def test_killed_while_it_saves_training_ends_in_the_same_weights(tmp_path: Path) -> None:
+    """As above with a real kill, and with the processes that write conversations."""
+    (tmp_path / "train_tiny.py").write_text(KILLED)
+
+    def start(state: str, kill_at: int = 0) -> subprocess.Popen[str]:
+        arguments = [
+            str(tmp_path / "train_tiny.py"),
+            str(tmp_path / state),
+            str(kill_at),
+            repr(TINY),
+            repr(BY_ACCURACY),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / ".ns"), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def ended(process: subprocess.Popen[str]) -> int:
+        try:
+            error = process.communicate(timeout=200)[1]
+        finally:
+            process.kill()
+        assert process.returncode in (0, -signal.SIGKILL), error
+        return process.returncode
+
+    whole, broken = start("whole"), start("broken", kill_at=5)
+    assert ended(broken) == -signal.SIGKILL and (tmp_path / "broken" / "state.part").is_file()
+    assert torch.load(tmp_path / "broken" / "state.pt", weights_only=True)["steps"] == 4
+    assert ended(start("broken")) == 0 and ended(whole) == 0
+    assert_same_training(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_state_that_is_damaged_or_of_another_plan_is_named(tmp_path: Path, texts: Texts) -> None:
+    options = train.parser().parse_args(["--state", str(tmp_path), "--workers", "1", "--no-compile"])
+    state = tmp_path / "state.pt"
+    state.write_bytes(b"PK nothing")
+    with pytest.raises(ValueError, match=r"state\.pt cannot be read .*remove it"):
+        train.train(options, PLAN, TINY)
+    kept = {**trained(PLAN, 1, texts).state(), "log_bytes": 0}
+    torch.save(kept, state)
+    with pytest.raises(ValueError, match=r"state\.pt has another plan; give another --state"):
+        train.train(options, PLAN[:2], TINY)
+    with pytest.raises(ValueError, match=r"state\.pt has another config; give"):
+        train.train(options, PLAN, replace(TINY, hidden_size=64))
+    torch.save({key: value for key, value in kept.items() if key != "window"}, state)
+    with pytest.raises(ValueError, match=r"state\.pt is of another version"):
+        train.train(options, PLAN, TINY)
 
 
 def test_the_indexers_phase_leaves_everything_else_as_it_is(texts: Texts) -> None:
