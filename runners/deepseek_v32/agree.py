@@ -1,35 +1,46 @@
 """Do our torch model and SGLang say the same of a checkpoint? Next-token distributions of both on planted prompts.
 
-    python -m longrecall.runners.deepseek_v32.agree MODEL --out agreement.json        # serves it with the sglang here
+    make v32-agree PYTHON=python3                                                    # serves it with the sglang here
+    python -m longrecall.runners.deepseek_v32.agree MODEL --out agreement.json --minutes 4
     python -m longrecall.runners.deepseek_v32.agree MODEL --out agreement.json --run RUN     # without a server
+
+Each prompt is a campaign's own (history, question, begun answer), 25 of each length. Reported per length: KL(torch fp32
+| SGLang) over the whole vocabulary, the largest difference of a log-probability above -10, how often the most likely
+token is the same, and the same three for what number formats alone do: torch in bf16, and in bf16 with the index
+queries and keys rotated and rounded to fp8 as SGLang stores them. A prompt's row is kept in WORK/rows.jsonl as soon as
+it is answered, lengths in turn; after `--minutes` the summary is written of what there is (exit code 3), and the same
+command goes on.
 
 With a run folder, the log-probabilities that its base gave the tokens it generated are held against torch's of the
 same tokens after the same prompt (fp32; the served model computes in bf16, selects by fp8 index keys).
-
-Each prompt is a campaign's own (history, question, begun answer). Reported per length: KL(torch fp32 | SGLang) over the
-whole vocabulary, the same for torch in bf16 (the noise of the number format), the largest difference of a
-log-probability above -10, and how often the most likely token is the same.
 """
 
 import argparse
+import hashlib
 import json
+import os
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from longrecall.kernels.indexer.formats import fake_quantize
+from longrecall.kernels.indexer.rotation import hadamard
 from longrecall.needles.dataset import read_parquet
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
 from longrecall.results.run_folder import load_replays
 from longrecall.runners.deepseek_v32.export import load
-from longrecall.runners.deepseek_v32.model import V32Model, top_selection
+from longrecall.runners.deepseek_v32.model import Select, V32Model, top_selection
 from longrecall.runners.deepseek_v32.text import END
 from longrecall.runners.divergence import Floats, dense, kl
 from longrecall.runners.h200 import ServedBuildError, Server, find_site, make_tree, post
@@ -40,6 +51,7 @@ SERVER_ARGS = (
     "--watchdog-timeout", "600", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
 START_S = 240.0
+COMPARED = ("sglang", "torch_bf16", "torch_bf16_fp8_index")
 
 
 def prompts(folder: Path, recipe_name: str, lengths: Sequence[int], per_length: int, seed: int) -> dict[int, list[Any]]:
@@ -59,12 +71,28 @@ def prompts(folder: Path, recipe_name: str, lengths: Sequence[int], per_length: 
     return {length: asked[:per_length] for length, asked in found.items()}
 
 
+def fp8_selection(topk: int) -> Select:
+    """As `top_selection`, of queries and keys as SGLang compares them: rotated, e4m3, a scale for each."""
+    exact = top_selection(topk)
+
+    def select(place: int, q: Tensor, k: Tensor, weights: Tensor) -> Tensor | None:
+        if q.shape[1] <= topk:
+            return None
+        q, k = hadamard(q.float()), hadamard(k.float())
+        return exact(place, fake_quantize(q, "fp8_ue8m0"), fake_quantize(k, "fp8"), weights.float())
+
+    return select
+
+
 @torch.no_grad()
-def last_logprobs(model: V32Model, ids: Sequence[int], device: torch.device, *, bf16: bool) -> Floats:
-    """[V] fp32, after the last token; top-k selection as the config has it."""
+def last_logprobs(
+    model: V32Model, ids: Sequence[int], device: torch.device, *, bf16: bool, fp8: bool = False
+) -> Floats:
+    """[V] fp32, after the last token; top-k selection as the config has it, of fp8 index keys on demand."""
     tokens = torch.tensor([list(ids)], device=device)
+    select = (fp8_selection if fp8 else top_selection)(model.config.index_topk)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-        hidden, _ = model(tokens, select=top_selection(model.config.index_topk))
+        hidden, _ = model(tokens, select=select)
         logits = model.lm_head(hidden[:, -1]).float()[0]
     return logits.log_softmax(-1).cpu().numpy()
 
@@ -89,53 +117,112 @@ def summary(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
+class Rows:
+    """What is known of each prompt, a line each, below a line that says of what they are."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self.done: dict[tuple[int, int], dict[str, Any]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # a half line is no row
+        if lines and json.loads(lines[0]) != identity:
+            raise ValueError(f"{path} is of another model or other prompts; give another --work, or remove it")
+        for row in map(json.loads, lines[1:]):
+            self.done[row["length"], row["number"]] = row
+        part = path.with_suffix(".part")
+        part.write_text("\n".join(lines or [json.dumps(identity)]) + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.done[row["length"], row["number"]] = row
+
+
 def agree(options: argparse.Namespace) -> dict[str, Any]:
+    """What all rows say, those of earlier pieces too."""
+    end = time.monotonic() + options.minutes * 60
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     asked = prompts(options.model, options.recipe, options.lengths, options.per_length, options.seed)
-    model = load(options.model, device).eval()
-    vocab = model.config.vocab_size
-    server, url_port = None, options.port
-    result: dict[str, Any] = {"lengths": {}}
+    weights = hashlib.sha256((options.model / "model.safetensors").read_bytes()).hexdigest()
+    identity = {
+        "weights": weights, "recipe": options.recipe, "lengths": options.lengths, "per_length": options.per_length,
+        "seed": options.seed,
+    }  # fmt: skip
+    rows = Rows(options.work / "rows.jsonl", identity)
+    # lengths in turn, so that whatever the time allows says something of each
+    order = [(length, n) for n in range(options.per_length) for length in options.lengths if n < len(asked[length])]
+    left = [key for key in order if key not in rows.done]
+    if left:
+        ask_left(options, asked, rows, left, end, device)
+    result = {**identity, "planned": len(order), "asked": len(rows.done), "lengths": {}}
+    for length in options.lengths:
+        own = [row for row in rows.done.values() if row["length"] == length]
+        if own:
+            result["lengths"][length] = {name: summary([row[name] for row in own]) for name in COMPARED} | {
+                "first_token_right": {who: sum(row["right"][who] for row in own) for who in ("torch", "sglang")}
+            }
+    return result
+
+
+def ask_left(
+    options: argparse.Namespace, asked: Mapping[int, Sequence[Any]], rows: Rows, left: Sequence[tuple[int, int]],
+    end: float, device: torch.device,
+) -> None:  # fmt: skip
+    """Torch answers while the server starts."""
+    server = None
     try:
         if not options.running:
-            site = find_site(None).resolve()
-            tree = options.work.resolve()
+            site, tree = find_site(None).resolve(), options.work.resolve() / "tree"
+            shutil.rmtree(tree, ignore_errors=True)
             make_tree(site, tree, ())
             server = Server("base", tree, site, options.model.resolve(), options.port, SERVER_ARGS, {})
-        mine = {
-            length: [
-                (last_logprobs(model, ids, device, bf16=False), last_logprobs(model, ids, device, bf16=True))
-                for ids, _ in rows
-            ]
-            for length, rows in asked.items()
-        }
-        del model
+        model = load(options.model, device).eval()
+        mine: dict[tuple[int, int], list[Floats]] = {}
+
+        def torch_says(key: tuple[int, int]) -> list[Floats]:
+            if key not in mine:
+                ids, _ = asked[key[0]][key[1]]
+                ways = ((False, False), (True, False), (True, True))
+                mine[key] = [last_logprobs(model, ids, device, bf16=bf16, fp8=fp8) for bf16, fp8 in ways]
+            return mine[key]
+
         if server is not None:
-            wait_for(server)
-        for length, rows in asked.items():
-            theirs, noise, right = [], [], {"torch": 0, "sglang": 0}
-            for (ids, gold), (exact, rounded) in zip(rows, mine[length], strict=True):
-                reply = post(
-                    url_port,
-                    "/generate",
-                    {
-                        "input_ids": list(ids), "return_logprob": True, "top_logprobs_num": vocab,
-                        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
-                    },
-                )  # fmt: skip
-                served = dense(reply["meta_info"]["output_top_logprobs"][0], vocab)
-                theirs.append(compare(exact, served))
-                noise.append(compare(exact, rounded))
-                right["torch"] += int(exact.argmax() == gold)
-                right["sglang"] += int(served.argmax() == gold)
-            result["lengths"][length] = {
-                "sglang": summary(theirs), "torch_bf16": summary(noise), "first_token_right": right,
-            }  # fmt: skip
+            wait_for(server, (partial(torch_says, key) for key in left))
+        for length, number in left:
+            if time.monotonic() > end:
+                return
+            ids, gold = asked[length][number]
+            exact, rounded, fp8 = torch_says((length, number))
+            served = asked_of_server(options.port, ids, model.config.vocab_size)
+            rows.add({
+                "length": length, "number": number, "sglang": compare(exact, served),
+                "torch_bf16": compare(exact, rounded), "torch_bf16_fp8_index": compare(exact, fp8),
+                "right": {"torch": int(exact.argmax() == gold), "sglang": int(served.argmax() == gold)},
+            })  # fmt: skip
     finally:
         if server is not None:
             server.stop()
-    return result
+
+
+def asked_of_server(port: int, ids: Sequence[int], vocab: int) -> Floats:
+    """[V]: SGLang's log-probabilities after the prompt."""
+    reply = post(
+        port,
+        "/generate",
+        {
+            "input_ids": list(ids), "return_logprob": True, "top_logprobs_num": vocab,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        },
+    )  # fmt: skip
+    meta = reply["meta_info"]
+    if meta["prompt_tokens"] != len(ids):
+        raise ServedBuildError(f"the server read {meta['prompt_tokens']} tokens of a prompt of {len(ids)}")
+    served = dense(meta["output_top_logprobs"][0], vocab)
+    if missing := int(np.isnan(served).sum()):
+        raise ServedBuildError(f"the server gave {vocab - missing} of {vocab} log-probabilities")
+    return served
 
 
 def told_of_tokens(run: Path, build: str, folder: Path, lengths: Sequence[int], per_length: int) -> dict[str, Any]:
@@ -186,12 +273,14 @@ def logprobs_of(
     return [(float(row[token]), int(row.argmax()) == token) for row, token in zip(logs, said, strict=True)]
 
 
-def wait_for(server: Server) -> None:
+def wait_for(server: Server, meanwhile: Iterator[Callable[[], object]]) -> None:
+    """Do what there is to do until the server is up."""
     deadline = time.monotonic() + START_S
     while not server.healthy():
         if server.process.poll() is not None or time.monotonic() > deadline:
             raise ServedBuildError(f"the server did not get ready; its log ends:\n{server.tail()}")
-        time.sleep(1)
+        work = next(meanwhile, None)
+        time.sleep(1) if work is None else work()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="a run folder whose stored replies are compared; nothing is served")
     parser.add_argument("--build", default="base", help="of that run")
     parser.add_argument("--running", action="store_true", help="a server is up at --port already")
-    parser.add_argument("--work", type=Path, default=Path("results/runs/agree-v32"), help="a new folder for its tree")
+    parser.add_argument("--work", type=Path, default=Path("results/runs/v32-agree"), help="rows kept, and the tree")
+    parser.add_argument("--minutes", type=float, default=8.0, help="end this piece after so long")
     options = parser.parse_args(argv)
     try:
         if options.run is not None:
@@ -216,9 +306,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ServedBuildError, OSError) as problem:
         print(f"longrecall: error: {problem}", file=sys.stderr)
         return 2
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
-    return 0
+    return 0 if result.get("asked") == result.get("planned") else 3
 
 
 if __name__ == "__main__":

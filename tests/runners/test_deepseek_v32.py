@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -407,6 +409,98 @@ def test_a_runs_log_probabilities_are_held_against_torchs(folder: Path) -> None:
     for place, (token, (value, best)) in enumerate(zip(said, mine, strict=True), start=59):
         assert value == pytest.approx(float(whole[place].log_softmax(-1)[token]), abs=1e-5)
         assert best == (int(whole[place].argmax()) == token)
+
+
+class Answers:
+    """SGLang's /generate with every log-probability, answered by a torch model in bf16; ends after `enough` prompts."""
+
+    def __init__(self, folder: Path, enough: int = 1000) -> None:
+        model, self.asked = load(folder).eval(), 0
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *rest: object) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.asked += 1
+                if owner.asked > enough:
+                    self.send_error(503)
+                    return
+                logs = agree.last_logprobs(model, body["input_ids"], torch.device("cpu"), bf16=True)
+                order = (-logs).argsort()[: body["top_logprobs_num"]]
+                top = [[float(logs[token]), int(token), None] for token in order]
+                meta = {"prompt_tokens": len(body["input_ids"]), "output_top_logprobs": [top]}
+                data = json.dumps({"text": "", "meta_info": meta}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_port
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def agreement(folder: Path, work: Path, port: int, *more: str) -> int:
+    return agree.main([
+        str(folder), "--out", str(work / "agreement.json"), "--running", "--port", str(port), "--work", str(work),
+        "--recipe", str(CLOSED_WORLD), "--lengths", "450", "600", "--per-length", "3", *more,
+    ])  # fmt: skip
+
+
+def test_agreement_over_the_whole_vocabulary_goes_on_where_its_server_died(folder: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with Answers(folder, enough=4) as served:
+        assert agreement(folder, work, served.port) == 2
+    rows = work / "rows.jsonl"
+    assert len(rows.read_text().splitlines()) == 1 + 4
+    rows.write_text(rows.read_text() + '{"length": 450, "num')  # killed while it wrote
+    with Answers(folder) as served:
+        assert agreement(folder, work, served.port, "--minutes", "0") == 3 and served.asked == 0
+        part = json.loads((work / "agreement.json").read_text())
+        assert (part["planned"], part["asked"]) == (6, 4) and part["lengths"]["600"]["sglang"]["n"] == 2
+        assert agreement(folder, work, served.port) == 0 and served.asked == 2
+    whole = json.loads((work / "agreement.json").read_text())
+    for length in ("450", "600"):
+        found = whole["lengths"][length]
+        assert found["sglang"]["n"] == 3
+        # the server is torch in bf16: as far from fp32 as torch in bf16 is, up to printed digits
+        assert found["sglang"]["kl_max"] == pytest.approx(found["torch_bf16"]["kl_max"], rel=1e-3)
+        assert found["sglang"]["kl_max"] > 0
+
+
+def test_agreement_sees_another_model_and_refuses_to_mix_rows(
+    folder: Path, tmp_path: Path, texts: Texts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = trained(PLAN, 1, texts).state()
+    state["model"]["lm_head.weight"] = torch.randn(TINY.vocab_size, TINY.hidden_size)
+    torch.save(state, tmp_path / "other.pt")
+    export(tmp_path / "other.pt", tmp_path / "other")
+    work = tmp_path / "work"
+    with Answers(tmp_path / "other") as served:
+        assert agreement(folder, work, served.port) == 0
+        found = json.loads((work / "agreement.json").read_text())["lengths"]["600"]
+        assert found["sglang"]["kl_median"] > 10 * found["torch_bf16"]["kl_max"]
+        assert agreement(tmp_path / "other", work, served.port) == 2
+    assert "rows.jsonl is of another model or other prompts" in capsys.readouterr().err
+
+
+def test_fp8_selection_differs_from_the_exact_one_at_the_boundary_alone() -> None:
+    q, k, weights = torch.randn(1, 300, 4, 16), torch.randn(1, 300, 16), torch.randn(1, 300, 4)
+    exact, rounded = top_selection(64)(0, q, k, weights), agree.fp8_selection(64)(0, q, k, weights)
+    assert exact is not None and rounded is not None and agree.fp8_selection(300)(0, q, k, weights) is None
+    assert torch.equal(exact.sum(-1), rounded.sum(-1))
+    shared = float((exact & rounded).sum() / exact.sum())
+    assert 0.9 < shared < 1
 
 
 def test_heads_begin_by_looking_back_and_by_matching_what_they_brought() -> None:
