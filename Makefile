@@ -7,7 +7,7 @@ PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
 PIP = $(VENV)/bin/pip install -q -c constraints.txt
 
-.PHONY: install ns eval test check served serve report bench bench-h200-indexer trend clean train-indexer train-v32 h200 sglang-cpu llamacpp
+.PHONY: install ns eval test check served serve report bench bench-h200-indexer trend clean train-indexer train-v32 v32 v32-agree v32-campaign v32-evidence v32-publish h200 sglang-cpu llamacpp
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -46,10 +46,24 @@ trend: install
 train-indexer: ns
 	$(PYTHON) -m longrecall.runners.reference.train_indexer $(TRAIN_ARGS)
 
-# On the GPU machine; stopped at any moment, the same command goes on.
+# On the GPU machine, with sglang 0.5.17 installed there: `make v32 PYTHON=python3`. Every step keeps what it has on disk: stopped
+# at any moment (`timeout 540 make v32 …`), the same command goes on.
 V32_STATE ?= results/runs/train-v32
+V32_RUN ?= results/runs/sglang-v32
+V32_MODEL = $(V32_STATE)/model
+V32_OUT ?= results/published/sglang-v32
+V32_RECIPE = patchsets/recipes/closed-world.toml
+v32: train-v32 v32-agree v32-campaign v32-evidence v32-publish
 train-v32: ns
-	$(PYTHON) -m longrecall.runners.deepseek_v32.train --state $(V32_STATE) --export $(V32_STATE)/model $(TRAIN_ARGS)
+	$(PYTHON) -m longrecall.runners.deepseek_v32.train --state $(V32_STATE) --export $(V32_MODEL) $(TRAIN_ARGS)
+v32-agree: ns
+	$(PYTHON) -m longrecall.runners.deepseek_v32.agree $(V32_MODEL) --recipe $(V32_RECIPE) --work $(V32_RUN)-agree --out $(V32_RUN)-agree/agreement.json $(AGREE_ARGS)
+v32-campaign: ns
+	$(PYTHON) -m longrecall.results.main eval patchsets/sglang-v32.toml --model-folder $(V32_MODEL) --recipe $(V32_RECIPE) --rungs 1024,1792,4096,8192 --conversations 32 --servers-per-gpu 12 --run-dir $(V32_RUN) $(EVAL_ARGS)
+v32-evidence: ns
+	$(PYTHON) -m longrecall.runners.deepseek_v32.evidence $(V32_MODEL) --recipe $(V32_RECIPE) --out $(V32_RUN)-agree/evidence.json $(EVIDENCE_ARGS)
+v32-publish: ns
+	$(PYTHON) -m longrecall.runners.deepseek_v32.publish --model $(V32_MODEL) --log $(V32_STATE)/log.jsonl --run $(V32_RUN) --agreement $(V32_RUN)-agree/agreement.json --evidence $(V32_RUN)-agree/evidence.json --out $(V32_OUT)
 
 SGLANG_VENV ?= .venv-sglang
 sglang-cpu: install

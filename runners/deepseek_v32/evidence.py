@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name, cells in table.items()
             },
         }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0

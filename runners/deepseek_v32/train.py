@@ -403,6 +403,8 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
         if others:
             raise ValueError(f"{kept} has another {' and '.join(others)}; give another --state, or remove it")
         trainer.restore(state)
+        if trainer.phase >= len(plan):
+            return True
         log_bytes = state["log_bytes"]
     if options.compile:
         trainer.model.compile_parts()
@@ -467,13 +469,14 @@ def train(options: argparse.Namespace, plan: Sequence[Phase] = PLAN, config: V32
                 say(judged=phase.name, kind="sparse" if phase.kind != "dense" else "dense", recall=said)
                 trainer.next_phase()
             trainer.seconds = paid + elapsed()
-            broken_off = stop and trainer.phase < len(plan)
-            if broken_off:
+            finished = trainer.phase >= len(plan)
+            if finished:
+                say(finished=True, steps=trainer.steps, tokens=trainer.tokens, seconds=round(trainer.seconds, 1))
+            elif stop:
                 say(stopped=plan[trainer.phase].name, at=trainer.step, seconds=round(trainer.seconds, 1))
             save()
-            if broken_off:
+            if stop and not finished:
                 return False
-        say(finished=True, steps=trainer.steps, tokens=trainer.tokens, seconds=round(trainer.seconds, 1))
         return True
     finally:
         feed.close()
@@ -500,7 +503,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = [replace(phase, steps=max(1, round(phase.steps * options.scale))) for phase in PLAN]
     try:
         finished = train(options, plan)
-        if finished and options.export:
+        if not finished:
+            print("not finished; the same command goes on", file=sys.stderr)
+            return 3
+        if options.export:
             from longrecall.runners.deepseek_v32.export import export
 
             export(options.state / "state.pt", options.export)

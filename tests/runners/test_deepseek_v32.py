@@ -23,7 +23,7 @@ from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
 from longrecall.runners.builds import changed_keys
-from longrecall.runners.deepseek_v32 import agree, evidence, train
+from longrecall.runners.deepseek_v32 import agree, evidence, publish, train
 from longrecall.runners.deepseek_v32.config import V32Config
 from longrecall.runners.deepseek_v32.export import export, load
 from longrecall.runners.deepseek_v32.model import (
@@ -492,6 +492,76 @@ def test_agreement_sees_another_model_and_refuses_to_mix_rows(
         assert found["sglang"]["kl_median"] > 10 * found["torch_bf16"]["kl_max"]
         assert agreement(tmp_path / "other", work, served.port) == 2
     assert "rows.jsonl is of another model or other prompts" in capsys.readouterr().err
+
+
+def write_run(run: Path, said: dict[str, list[tuple[str, list[float]]]], *, partial: bool = False) -> None:
+    """A finished campaign: of each build, text and log-probabilities of its replies to the same questions."""
+    run.mkdir()
+    lines = [
+        {
+            "schema_version": 1, "run_id": "run", "build_id": build, "conversation_id": "c", "probe_id": f"c/p{place}",
+            "rung": 1024, "arm": "warm", "repeat": 0, "send_order": place,
+            "response": {"text": text, "finish_reason": "stop", "token_logprobs": logs},
+        }
+        for build, replies in said.items() for place, (text, logs) in enumerate(replies)
+    ]  # fmt: skip
+    (run / "replays.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    info = {"manifest": {"server_info": {"model_path": "/somewhere/model"}}}
+    report = {"partial": partial, "builds": [info], "served": "/somewhere/model"}
+    (run / "report.json").write_text(json.dumps(report))
+    (run / "report.md").write_text("Served /somewhere/model.\n")
+
+
+def test_what_is_published_names_no_path_and_counts_replies_equal_to_bases(folder: Path, tmp_path: Path) -> None:
+    said = {
+        "base": [(" 1.", [-0.5, -0.1]), (" 2.", [-0.25])],
+        "base-again": [(" 1.", [-0.5, -0.1]), (" 2.", [-0.25])],
+        "rope-layout": [(" 1.", [-0.75, -0.1]), (" 3.", [-0.25])],
+    }
+    write_run(tmp_path / "run", said)
+    (tmp_path / "agreement.json").write_text('{"asked": 100, "planned": 100}')
+    for name in ("evidence.json", "log.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    arguments = ["--model", str(folder), "--out", str(tmp_path / "out")]
+    for option, name in (
+        ("log", "log.jsonl"),
+        ("run", "run"),
+        ("agreement", "agreement.json"),
+        ("evidence", "evidence.json"),
+    ):
+        arguments += [f"--{option}", str(tmp_path / name)]
+    assert publish.main(arguments) == 0
+    written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" not in written and {"config.json", "hashes.json", "training.jsonl"} <= written.keys()
+    assert written["report.md"] == "Served MODEL.\n" and "/somewhere" not in written["report.json"]
+    beside = json.loads(written["beside_base.json"])
+    assert beside["base-again/1024"]["same_logprobs"] == 2 and beside["base-again/1024"]["first_token_max"] == 0
+    assert beside["rope-layout/1024"] == {
+        "replies": 2, "same_text": 1, "same_logprobs": 1, "first_token_median": 0.125,
+        "first_token_p95": pytest.approx(0.2375), "first_token_max": 0.25,
+    }  # fmt: skip
+
+
+def test_nothing_is_published_of_what_is_not_finished(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", {"base": [(" 1.", [-0.5])]}, partial=True)
+    (tmp_path / "agreement.json").write_text('{"asked": 60, "planned": 100}')
+    (tmp_path / "other.json").write_text("{}")
+
+    def go(evidence: str) -> str:
+        assert publish.main([
+            "--model", str(folder), "--log", str(tmp_path / "other.json"), "--run", str(tmp_path / "run"),
+            "--agreement", str(tmp_path / "agreement.json"), "--evidence", str(tmp_path / evidence),
+            "--out", str(tmp_path / "out"),
+        ]) == 2  # fmt: skip
+        return capsys.readouterr().err
+
+    assert "absent.json" in go("absent.json")
+    assert "the campaign is not finished" in go("other.json")
+    (tmp_path / "run" / "report.json").write_text('{"partial": false}')
+    assert "60 of 100 prompts" in go("other.json")
+    assert not (tmp_path / "out").exists()
 
 
 def test_fp8_selection_differs_from_the_exact_one_at_the_boundary_alone() -> None:
