@@ -246,6 +246,11 @@ class VllmEngine(Engine):
         path = f"{Path(source.python).parent}:{env.get('PATH', '')}"
         return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PATH": path}
 
+    def finish_tree(self, base: Path, tree: Path) -> None:
+        from longrecall.runners import sglang_source
+
+        sglang_source.share_bytecode(base, tree, ("vllm",))
+
     def page_tokens(self, args: tuple[str, ...]) -> int:
         from longrecall.runners import sglang
 

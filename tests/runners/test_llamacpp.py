@@ -36,4 +36,4 @@ def test_four_bit_keys_without_rotation_are_convicted_and_eight_bit_keys_are_not
     wanted = [r["response"] for r in done.replays if "cached_at_least" in r["response"]]
     assert len(wanted) > 0.8 * len(done.replays)
     assert all(response["cached_tokens"] >= response["cached_at_least"] for response in wanted)
-    assert third_party.living("llamacpp_server", str(tmp_path)) == []
+    assert third_party.working_in(tmp_path) == []

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def campaign(patchset: Path, runs: Path, timeout_s: float, *args: str) -> Campai
     return Campaign(run_dir, json.loads((run_dir / "report.json").read_text()), replays, stderr)
 
 
-def in_every_arm(url: str, engine: Engine, model: Path, folder: Path, arms: tuple[Arm, ...]) -> list[Replay]:
+def in_every_arm(
+    url: str, engine: Engine, model: Path, folder: Path, arms: tuple[Arm, ...], *, name: str = "", page_tokens: int = 1
+) -> list[Replay]:
     """One conversation asked of a running server in these arms, right answers scored where the engine can.
 
     What every arm must get from the cache is checked here: nothing where it is cold, else what it wanted.
@@ -75,6 +77,7 @@ def in_every_arm(url: str, engine: Engine, model: Path, folder: Path, arms: tupl
     conversations = {item.conversation_id: item for item in made}
     twins = {name: concat_twin(item, haystack) for name, item in conversations.items()}
     prompts = make_prompts(ruler, twins, after_prompt=engine.begun_after_generation_prompt)
+    prompts = replace(prompts, page_tokens=page_tokens)
     assert prompts.encode is not None
     gold = GoldScorer(route=engine.gold_route, encode=prompts.encode) if engine.gold_route else None
     plan = ReplayPlan(
@@ -86,7 +89,7 @@ def in_every_arm(url: str, engine: Engine, model: Path, folder: Path, arms: tupl
         journal = Journal(folder)
         try:
             async with connect(
-                "base", url, model=engine.name, timeout_s=300.0, echoes_begun_answer=engine.echoes_begun_answer,
+                "base", url, model=name or engine.name, timeout_s=300.0, echoes_begun_answer=engine.echoes_begun_answer,
                 begun_after_generation_prompt=engine.begun_after_generation_prompt,
             ) as endpoint:  # fmt: skip
                 await replay(plan, {"base": endpoint}, journal, parallel=1, prompts=prompts, gold=gold)
@@ -108,15 +111,13 @@ def in_every_arm(url: str, engine: Engine, model: Path, folder: Path, arms: tupl
     return replays
 
 
-def living(*words: str) -> list[str]:
-    """Command lines of living processes whose command or environment holds all of these words."""
+def working_in(folder: Path) -> list[str]:
+    """Command lines of the living processes that work in this folder or below it, as servers do in their run's."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            command = (entry / "cmdline").read_bytes()
-            whole = command + (entry / "environ").read_bytes()
+            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                found.append((entry / "cmdline").read_text("utf-8", "replace").replace("\0", " "))
         except OSError:
             continue
-        if int(entry.name) != os.getpid() and all(word.encode() in whole for word in words):
-            found.append(command.replace(b"\0", b" ").decode("utf-8", "replace"))
     return found
