@@ -91,8 +91,7 @@ def routed_scaling(
         return cells
 
     try:
-        if sglang == "reference" and diff is None:
-            _refuse_ignored(context)
+        _refuse_ignored(context, sglang, every, diff)
         scenario = Scenario(model=model, quant=quant, runner=runner, platform=platform, env=_environment(env or []))
         if diff is not None:
             old, new = (matrix(opened(where), scenario) for where in diff)
@@ -105,21 +104,31 @@ def routed_scaling(
         raise _fail(str(error)) from None
 
 
-def _refuse_ignored(context: typer.Context) -> None:
-    """The reference build has one model, one number format and one path: what would choose another is an error."""
+def _refuse_ignored(context: typer.Context, sglang: str, every: bool, diff: tuple[str, str] | None) -> None:
+    """Raise SourceError for options that would choose nothing."""
     from longrecall.kernels.contract.source_tree import SourceError
 
-    choosing = {"model": "--model", "quant": "--quant", "runner": "--runner", "platform": "--platform",
-                "env": "--env", "every": "--all"}  # fmt: skip
+    flags = {"sglang": "--sglang", "model": "--model", "quant": "--quant", "runner": "--runner",
+             "platform": "--platform", "env": "--env", "every": "--all"}  # fmt: skip
     given = [
-        flag
-        for name, flag in choosing.items()
+        name
+        for name in flags
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
     ]
-    if given:
-        raise SourceError(
-            f"{', '.join(given)} cannot be given with --sglang reference: that build has one model and one path"
-        )
+    if diff is not None:
+        where, idle = "--diff", {"sglang", "every", "quant", "runner"}
+        why = "it compares every quant and runner of the two sources it names"
+        if "reference" in diff:
+            raise SourceError("--diff reference: the reference build has one path and no matrix to compare")
+    elif sglang == "reference":
+        where, idle = "--sglang reference", set(flags) - {"sglang"}
+        why = "that build has one model and one path"
+    elif every:
+        where, idle, why = "--all", {"quant", "runner"}, "it takes every quant and runner"
+    else:
+        return
+    if ignored := [flags[name] for name in given if name in idle]:
+        raise SourceError(f"{', '.join(ignored)} cannot be given with {where}: {why}")
 
 
 def _environment(pairs: list[str]) -> dict[str, str]:

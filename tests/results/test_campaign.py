@@ -572,6 +572,10 @@ def test_a_run_may_stop_once_the_evidence_has_decided(patchset: Path, model: Pat
         (["eval", "patchsets/reference.toml", "--recipe", "nosuch"], "nosuch"),
         (["eval", "patchsets/reference.toml", "--runs-dir", "README.md/runs"], "README.md is not a folder"),
         (["trace", "routed-scaling", "--sglang", "reference", "--quant", "fp8", "--all"], "--quant, --all cannot be"),
+        (["trace", "routed-scaling", "--sglang", "reference", "--runner", "marlin"], "--runner cannot be given with"),
+        (["trace", "routed-scaling", "--all", "--quant", "fp8"], "--quant cannot be given with --all"),
+        (["trace", "routed-scaling", "--diff", "0.5.16", "0.5.17", "--sglang", "x"], "--sglang cannot be given with"),
+        (["trace", "routed-scaling", "--diff", "reference", "0.5.17"], "--diff reference"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_read(
