@@ -27,8 +27,10 @@ from longrecall.evals.schema import Attribution, Comparison, Verdict
 from longrecall.evals.stored_run import StoredRun, load_run
 from longrecall.evals.verdict import judge
 from longrecall.results import run_folder
-from longrecall.results.campaign import Options, Watcher, run_campaign
+from longrecall.results.campaign import run_campaign
 from longrecall.results.in_process import gather_evidence
+from longrecall.results.plan import Options
+from longrecall.results.watching import Watcher
 from longrecall.runners.engines import ROOT
 from longrecall.runners.reference.faults import FAULTS, ReferenceFault, fault_diff
 

@@ -86,7 +86,8 @@ def evaluate(
     from rich.console import Console
 
     from longrecall.needles.rungs import parse_rungs
-    from longrecall.results.campaign import Options, exit_code, run_campaign
+    from longrecall.results.campaign import exit_code, run_campaign
+    from longrecall.results.plan import Options
     from longrecall.results.progress import Progress
     from longrecall.results.report import summary_line
     from longrecall.results.report_command import fail, print_summary

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from longrecall.results import run_folder
-from longrecall.results.campaign import find_model
+from longrecall.results.plan import find_model
 from longrecall.runners.builds import BASE, ModelFolder, PreparedBuild, prepare_builds
 from longrecall.runners.engines import engine_of
 from longrecall.runners.patchset import load_patchset

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from longrecall.evals.schema import MISSING
-from longrecall.results.campaign import Watcher
 from longrecall.results.schema import Campaign
+from longrecall.results.watching import Watcher
 
 PLAIN_EVERY_S = 15.0
 

@@ -23,9 +23,11 @@ from typer.testing import CliRunner
 from longrecall.evals.paired import min_conversations_any_time
 from longrecall.needles.rungs import parse_rungs
 from longrecall.results import run_folder
-from longrecall.results.campaign import CampaignError, Options, Watcher, exit_code, run_campaign
+from longrecall.results.campaign import exit_code, run_campaign
 from longrecall.results.eval_command import parse_fail_on
 from longrecall.results.main import build_app
+from longrecall.results.plan import CampaignError, Options
+from longrecall.results.watching import Watcher
 from longrecall.results.words import DEFAULTS
 from longrecall.runners import builds, engines
 from longrecall.runners.journal import key_of
@@ -243,7 +245,12 @@ def test_what_an_engine_cannot_be_asked_for_is_said_first(
             3,
             "was never planned by campaign.json",
         ),
-        ("replays.jsonl", lambda text: text.replace('"base"', '["base"]', 1), 3, "replays.jsonl line 1: not a replay"),
+        (
+            "replays.jsonl",
+            lambda text: re.sub(r'"build_id":("[^"]*")', r'"build_id":[\1]', text, count=1),  # whichever came first
+            3,
+            "replays.jsonl line 1: not a replay",
+        ),
         (
             "campaign.json",
             lambda text: text.replace('"few-', '"gone-', 1),
@@ -582,7 +589,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_read(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr("longrecall.results.campaign.find_model", lambda *given: pytest.fail("looked for the model"))
+    monkeypatch.setattr("longrecall.results.plan.find_model", lambda *given: pytest.fail("looked for the model"))
     done = CliRunner().invoke(build_app(arguments), arguments)
     assert done.exit_code == 2
     assert "longrecall: error: " in done.output and message in done.output
@@ -598,7 +605,7 @@ def test_a_diff_that_does_not_apply_is_named_before_the_model_is_looked_for(
         'name = "mine"\nengine = "reference"\n[[patch]]\nid = "stale"\ndiffs = ["stale.diff"]\n'
     )
     monkeypatch.setenv("LONGRECALL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("longrecall.results.campaign.find_model", lambda *given: pytest.fail("looked for the model"))
+    monkeypatch.setattr("longrecall.results.plan.find_model", lambda *given: pytest.fail("looked for the model"))
     arguments = ["eval", str(tmp_path / "mine.toml"), "--runs-dir", str(tmp_path / "runs")]
     done = CliRunner().invoke(build_app(arguments), arguments)
     assert done.exit_code == 2

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from longrecall.results.campaign import Options, plan_waves
+from longrecall.results.plan import Options
+from longrecall.results.serving import plan_waves
 from longrecall.runners.engines import ENGINES
 from longrecall.runners.schema import PatchSet
 

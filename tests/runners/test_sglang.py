@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrecall.needles.render import Ruler
-from longrecall.results.campaign import server_info
+from longrecall.results.serving import server_info
 from longrecall.runners import sglang, sglang_install, sglang_model, sglang_shim
 from longrecall.runners.builds import (
     BuildError,

@@ -19,7 +19,7 @@ import pytest
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
-from longrecall.results.campaign import server_info
+from longrecall.results.serving import server_info
 from longrecall.runners.builds import ModelFolder, PreparedBuild, changed_keys, prepare_builds
 from longrecall.runners.client import Question, ask, connect
 from longrecall.runners.engines import ENGINES, ROOT
