@@ -288,6 +288,7 @@ def _same_questions(run: Path, feature: str) -> list[str]:
         "--conversations", str(min(len(stored.order), ARM_CONVERSATIONS)),
         "--recipe", str(recipe), "--seed", str(seed), "--runs-dir", str(folder),
         "--arms", ",".join(next_client_arms(feature)),
+        "--template-args", json.dumps(campaign.get("template_args", {})),
     ]  # fmt: skip
 
 

@@ -52,14 +52,9 @@ def _integers(text: str, option: str) -> list[int]:
 def _ruler(
     tokenizer: str | None, template: Path | None, template_args: str, server: str | None, model: str | None
 ) -> "Ruler":
-    from longrecall.needles.render import Ruler, RulerError
+    from longrecall.needles.render import Ruler, RulerError, parse_template_args
 
-    try:
-        variables = json.loads(template_args)
-    except ValueError:
-        variables = None
-    if not isinstance(variables, dict):
-        raise RulerError(f"--template-args {template_args!r} is not a JSON object")
+    variables = parse_template_args(template_args)
     if server is not None:
         if given := [name for name, value in (("--tokenizer", tokenizer), ("--template", template)) if value]:
             raise RulerError(f"{' and '.join(given)} cannot be given with --server, which counts with its own")

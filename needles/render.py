@@ -81,6 +81,17 @@ class Span(NamedTuple):
     end: int
 
 
+def parse_template_args(text: str) -> dict[str, Any]:
+    """Template variables written as a JSON object; raises RulerError."""
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise RulerError(f"--template-args {text!r} is not a JSON object")
+    return variables
+
+
 class Ruler:
     """One tokenizer with one chat template.
 

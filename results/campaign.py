@@ -292,7 +292,7 @@ class _Asking:
             build_id, url, model=model, timeout_s=options.request_timeout_s,
             stream=options.stream, echoes_begun_answer=engine.echoes_begun_answer,
             begun_after_generation_prompt=engine.begun_after_generation_prompt,
-            returns=engine.returns(launch_args(self.plan, build_id)),
+            returns=engine.returns(launch_args(self.plan, build_id)), template_args=self.campaign.template_args,
             api_key="none" if self.servers else os.environ.get("OPENAI_API_KEY", "none"),
         )  # fmt: skip
 

@@ -60,7 +60,12 @@ def evaluate(
     gold_logprobs: Annotated[
         bool, typer.Option("--gold-logprobs", help="Ask for the right answer's log-probabilities, too.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens.")] = 16,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest reply in tokens. Default: enough for the longest answer.")
+    ] = None,
+    template_args: Annotated[
+        str, typer.Option(help='Chat template variables as JSON, such as {"enable_thinking": false}.')
+    ] = "{}",
     request_timeout: Annotated[
         float, typer.Option(min=1, max=MAX_WAIT_S, help="Seconds for one whole answer.")
     ] = 300.0,
@@ -85,6 +90,7 @@ def evaluate(
     """Serve every build of a patchset, replay planted-fact conversations, and say which patch lost recall."""
     from rich.console import Console
 
+    from longrecall.needles.render import parse_template_args
     from longrecall.needles.rungs import parse_rungs
     from longrecall.results.campaign import exit_code, run_campaign
     from longrecall.results.plan import Options
@@ -114,6 +120,7 @@ def evaluate(
             block_size=block_size,
             repeats=repeats,
             max_tokens=max_tokens,
+            template_args=parse_template_args(template_args),
             arms=parse_arms(arms),
             concurrency=concurrency,
             gold_logprobs=gold_logprobs,

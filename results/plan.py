@@ -8,10 +8,11 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from longrecall.evals.paired import min_conversations_any_time
 from longrecall.evals.schema import VerdictConfig
@@ -20,6 +21,7 @@ from longrecall.needles.plant import concat_twin, make_conversations, make_hayst
 from longrecall.needles.recipes import recipe as named_recipe
 from longrecall.needles.render import Ruler
 from longrecall.needles.schema import Conversation
+from longrecall.results.preflight import reply_tokens
 from longrecall.results.report import version
 from longrecall.results.schema import Campaign
 from longrecall.results.watching import Stages
@@ -60,7 +62,10 @@ class Options:
     model_folder: Path | None = None
     """Served weights and tokenizer; None: the reference model, made when it is not there."""
     block_size: int = 4
-    max_tokens: int = 16
+    max_tokens: int | None = None
+    """Longest reply; None: enough for the longest answer that is planted."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template besides the messages: the thinking policy."""
     repeats: int = 1
     arms: tuple[Arm, ...] = ("warm",)
     request_timeout_s: float = 300.0
@@ -121,7 +126,7 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
     with stages.stage("model_s"):
         model = find_model(engine, options.model_folder, note)
     with stages.stage("conversations_s"):
-        ruler = Ruler.from_folder(model.path)
+        ruler = Ruler.from_folder(model.path, template_args=options.template_args)
         model = replace(model, tokenizer_hash=ruler.tokenizer_hash, template_hash=ruler.template_hash)
         note(f"planting {options.conversations} conversations, rungs {', '.join(map(str, options.rungs))}")
         haystack = make_haystack(recipe, ruler, options.seed)
@@ -134,6 +139,8 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         with_twins = conversations if "concat" in options.arms else ()
         twins = {item.conversation_id: concat_twin(item, haystack) for item in with_twins}
         prompts = make_prompts(ruler, twins, after_prompt=engine.begun_after_generation_prompt)
+        max_tokens = reply_tokens(conversations, ruler.encode_text, options.max_tokens)
+        options = replace(options, max_tokens=max_tokens)
     margin = patchset.margin or DEFAULT_MARGIN
     if options.stop_early and options.conversations < (
         least := min_conversations_any_time(margin, VerdictConfig.alpha)
@@ -167,7 +174,8 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         block_size=options.block_size,
         arms=options.arms,
         repeats=options.repeats,
-        max_tokens=options.max_tokens,
+        max_tokens=max_tokens,
+        template_args=dict(options.template_args),
         verdict=VerdictConfig(margin=margin),
         onset_tokens=patchset.onset_tokens or engine.onset_tokens,
         concurrency=options.concurrency,

@@ -6,6 +6,7 @@ would be void. Seen here first, it is one message, and costs one token.
 """
 
 import random
+from collections.abc import Callable, Sequence
 
 from longrecall.needles.render import continues
 from longrecall.needles.schema import Conversation
@@ -17,7 +18,25 @@ _MESSAGES: Messages = [
     {"role": "assistant", "content": "Noted."},
     {"role": "user", "content": "What is the locker code of Ada?"},
 ]
+_LEAST_REPLY = 16
+_AFTER_ANSWER, _AROUND_ANSWER = 8, 32
+"""Tokens beside the answer: behind it where the reply was begun, around it in a sentence of the model's own."""
 _BEGUN = {"role": "assistant", "content": "The locker code of Ada is"}
+
+
+def reply_tokens(conversations: Sequence[Conversation], encode: Callable[[str], list[int]], given: int | None) -> int:
+    """The longest reply to ask for: as given, else enough for the longest answer planted.
+
+    Raises ValueError when what is given cuts that answer off: every such reply would be void.
+    """
+    probes = [probe for conversation in conversations for probe in conversation.probes if probe.gold]
+    longest = max((len(encode(f" {gold}")) for gold in {probe.gold for probe in probes}), default=0)
+    if given is None:
+        begun = all(probe.answer_prefix for probe in probes)
+        return max(_LEAST_REPLY, longest + (_AFTER_ANSWER if begun else _AROUND_ANSWER))
+    if given < longest:
+        raise ValueError(f"--max-tokens {given} cuts off answers: the longest one planted takes {longest} tokens")
+    return given
 
 
 def too_short(longest_context: int | None, rung: int, max_tokens: int) -> str | None:

@@ -4,7 +4,8 @@ A run folder `results/runs/<run_id>/` holds campaign.json, conversations.parquet
 scores.parquet, report.json, report.md and report.html. Unknown is None, never 0, -1 or NaN.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from longrecall.evals.schema import (
     Attribution,
@@ -57,6 +58,8 @@ class Campaign:
     """Whether the right answer's log-probabilities were asked for after each reply."""
     stop_early: bool = False
     """Whether a build was asked no further once its e-values had decided."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Variables given to the chat template besides the messages: the thinking policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The words a report uses, shared by the page, Markdown and the terminal: headline, numbers, verdict names, tones."""
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -175,7 +176,7 @@ def commands(campaign: Campaign, report: Report) -> str:
 
 DEFAULTS: dict[str, object] = {
     "recipe": "reference", "arms": ("warm",), "repeats": 1, "max_tokens": 16, "block_size": 4, "concurrency": 64,
-    "gold_logprobs": False, "stop_early": False,
+    "gold_logprobs": False, "stop_early": False, "template_args": {},
 }  # fmt: skip
 """Settings of a campaign that its command line leaves out."""
 
@@ -188,7 +189,13 @@ def _settings(campaign: Campaign) -> str:
         if value == default:
             continue
         flag = f" --{name.replace('_', '-')}"
-        text = ",".join(value) if isinstance(value, tuple) else str(value)
+        text = (
+            ",".join(value)
+            if isinstance(value, tuple)
+            else json.dumps(value)
+            if isinstance(value, dict)
+            else str(value)
+        )
         parts.append(flag if value is True else f"{flag} {shlex.quote(text)}")
     return "".join(parts)
 

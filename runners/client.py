@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
@@ -99,6 +99,8 @@ class Endpoint:
     """A begun answer goes behind the generation prompt, which is not to be turned off (SGLang)."""
     stream: bool = False
     """Streamed replies give the time to the first token, and cost the client about four times the CPU."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the server's chat template, sent with every request."""
 
     @property
     def client(self) -> openai.AsyncOpenAI:
@@ -110,7 +112,7 @@ class Endpoint:
 async def connect(
     build_id: str, base_url: str, *, model: str, timeout_s: float = 120.0, stream: bool = False, api_key: str = "none",
     echoes_begun_answer: bool = False, begun_after_generation_prompt: bool = False,
-    returns: frozenset[str] = frozenset(),
+    returns: frozenset[str] = frozenset(), template_args: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Endpoint]:  # fmt: skip
     """An endpoint over a few connection pools; `base_url` is the server's root, without /v1."""
     local = base_url.startswith("http://127.0.0.1")
@@ -141,6 +143,7 @@ async def connect(
             stream=stream,
             echoes_begun_answer=echoes_begun_answer,
             begun_after_generation_prompt=begun_after_generation_prompt,
+            template_args=template_args or {},
         )
 
 
@@ -203,6 +206,8 @@ def _body(endpoint: Endpoint, question: Question) -> dict[str, Any]:
             body["add_generation_prompt"] = False
     if question.cache_salt is not None:
         body["cache_salt"] = question.cache_salt
+    if endpoint.template_args:
+        body["chat_template_kwargs"] = dict(endpoint.template_args)
     return body
 
 

@@ -26,8 +26,8 @@ from longrecall.results import run_folder
 from longrecall.results.campaign import exit_code, run_campaign
 from longrecall.results.eval_command import parse_fail_on
 from longrecall.results.main import build_app
-from longrecall.results.plan import CampaignError, Options
-from longrecall.results.watching import Watcher
+from longrecall.results.plan import CampaignError, Options, make_plan
+from longrecall.results.watching import Stages, Watcher
 from longrecall.results.words import DEFAULTS
 from longrecall.runners import builds, engines
 from longrecall.runners.journal import key_of
@@ -214,8 +214,8 @@ def test_the_report_repeats_the_command_and_says_what_the_engine_lacks(
     written = (Path(json.loads(whole.stdout.splitlines()[-1])["run_dir"]) / "report.md").read_text()
     assert f"--seed 0 --recipe {model / 'few.toml'}" in written and "--arms" not in written
     assert "Engine openai cannot be asked for: token counts of a text" in written
-    options = {field.name: field.default for field in dataclasses.fields(Options)}
-    assert {name: options[name] for name in DEFAULTS} == DEFAULTS
+    plain = Options(patchset=Path("x.toml"))  # 16 tokens are what the answers of the default recipe get
+    assert {name: getattr(plain, name) for name in DEFAULTS} | {"max_tokens": 16} == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -522,6 +522,46 @@ def test_a_build_that_cannot_be_asked_is_left_out_and_the_others_go_on(
     asked = {missing.build: missing.n_asked for missing in outcome.report.missing}
     assert asked["bad"] == 3 * PROBES * 2 and not asked.get("other")
     assert exit_code(outcome.report, frozenset(), outcome.gone) == 3
+
+
+def test_the_thinking_policy_is_planted_sent_and_told(
+    launched: Callable[..., Options], model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "thinking"
+    shutil.copytree(model, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(
+        template.replace(
+            "{% if add", "{% if enable_thinking is false %}{{ 'No thoughts please.' }}{% endif %}{% if add"
+        )
+    )
+    options = dataclasses.replace(launched(BAD), model_folder=folder, template_args={"enable_thinking": False})
+    outcome = run_campaign(options, Watcher())
+    replays = run_folder.load_replays(outcome.run_dir)
+    assert outcome.gone == {} and all(replay.response.error is None for replay in replays)
+    assert {replay.response.prompt_tokens for replay in replays} == {300, 450}
+    told = (outcome.run_dir / "report.md").read_text()
+    assert """--template-args '{"enable_thinking": false}'""" in told
+    thinking = run_campaign(dataclasses.replace(options, template_args={}, fresh=True), Watcher())
+    assert thinking.report.suite_hash != outcome.report.suite_hash
+
+
+def test_replies_have_room_for_the_longest_answer_planted(
+    launched: Callable[..., Options], model: Path, tmp_path: Path
+) -> None:
+    options = launched(BAD)
+    assert make_plan(options, Stages()).campaign.max_tokens == 16
+    letters = tmp_path / "letters"
+    shutil.copytree(model, letters)
+    tokenizer = tokenizers.Tokenizer.from_file(str(letters / "tokenizer.json"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\d| ?[^\s\d]+|\s"), "isolated")
+    tokenizer.save(str(letters / "tokenizer.json"))
+    wide = tmp_path / "wide.toml"
+    wide.write_text((model / "few.toml").read_text() + "digits = 15\n")
+    options = dataclasses.replace(options, model_folder=letters, recipe=str(wide), rungs=(600, 900))
+    assert make_plan(options, Stages()).campaign.max_tokens > 15 + 8
+    with pytest.raises(ValueError, match=r"--max-tokens 12 cuts off answers: the longest one planted takes 1\d tokens"):
+        make_plan(dataclasses.replace(options, max_tokens=12), Stages())
 
 
 def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on(

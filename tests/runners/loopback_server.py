@@ -40,11 +40,18 @@ class Loopback:
         if options.model_folder:
             from longrecall.needles.render import Ruler
 
-            ruler = Ruler.from_folder(options.model_folder)
-            self.count = ruler.prompt_tokens
+            rulers: dict[str, Ruler] = {}
+
+            def count(messages: Any, template_args: Any = None) -> int:
+                key = json.dumps(template_args, sort_keys=True)
+                if key not in rulers:
+                    rulers[key] = Ruler.from_folder(options.model_folder, template_args=template_args)
+                return rulers[key].prompt_tokens(messages)
+
+            self.count = count
 
     @staticmethod
-    def count_words(messages: Any) -> int:
+    def count_words(messages: Any, template_args: Any = None) -> int:
         return sum(len(message["content"].split()) for message in messages)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +168,7 @@ class Loopback:
         return f" {found}."
 
     def completion(self, text: str, body: dict[str, Any], reply: str) -> dict[str, Any]:
-        words = self.count(body["messages"]) + self.options.extra_tokens
+        words = self.count(body["messages"], body.get("chat_template_kwargs")) + self.options.extra_tokens
         prefix = "\n".join(message["content"] for message in body["messages"][:-2])
         cached = len(prefix.split()) if prefix in self.prefixes and "cache_salt" not in body else 0
         self.prefixes.add(prefix)
