@@ -22,12 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Renamed since Triton 3.6, whose names later versions refuse.
+bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 @gluon.jit
 def _fetch(k_desc, k_smem, bars, n, row, wanted, STAGES: gl.constexpr, BYTES: gl.constexpr):
     slot = n % STAGES
     mbarrier.expect(bars.index(slot), BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(k_desc, [row, 0], bars.index(slot), k_smem.index(slot), pred=wanted)
+    bulk_load(k_desc, [row, 0], bars.index(slot), k_smem.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -84,8 +88,8 @@ def collect_kernel(
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         row = (task // splits) * (2 * BQ)
         mbarrier.expect(q_bar, 2 * N * D * dtype.primitive_bitwidth // 8)
-        tma.async_copy_global_to_shared(q_desc, [row * H, 0], q_bar, q_smem.index(0))
-        tma.async_copy_global_to_shared(q_desc, [row * H + N, 0], q_bar, q_smem.index(1))
+        bulk_load(q_desc, [row * H, 0], q_bar, q_smem.index(0))
+        bulk_load(q_desc, [row * H + N, 0], q_bar, q_smem.index(1))
         m0 = row + o_q < T
         m1 = row + BQ + o_q < T
         visible0 = gl.minimum(gl.load(visible_ptr + row + o_q, mask=m0, other=0), S)
@@ -126,7 +130,7 @@ def collect_kernel(
                 )
                 dots0 = warpgroup_mma_wait(1, deps=[acc0])
                 # every warp has passed the products of tile i - 1, whose buffer the next fetch fills
-                gl.thread_barrier()
+                thread_barrier()
                 after = i + STAGES - 1
                 _fetch(k_desc, k_smem, bars, n + STAGES - 1, after * BK, after < high, STAGES, BYTES)
                 s0 = _reduce(dots0, w0, BK, BQ, H, layout)
@@ -143,7 +147,7 @@ def collect_kernel(
         o = task * (2 * STEP) + start
         gl.store(counts_ptr + o, (position0 - start) // STEP)
         gl.store(counts_ptr + o + STEP, (position1 - start) // STEP)
-        gl.thread_barrier()  # the next task's queries overwrite these
+        thread_barrier()  # the next task's queries overwrite these
 
 
 @gluon.jit
@@ -202,7 +206,7 @@ def collect_own_kernel(
         if DISTINCT:
             first = row * S
         mbarrier.expect(q_bar, H * D * dtype.primitive_bitwidth // 8)
-        tma.async_copy_global_to_shared(q_desc, [row * H, 0], q_bar, q_smem)
+        bulk_load(q_desc, [row * H, 0], q_bar, q_smem)
         for ahead in gl.static_range(STAGES):
             _fetch(
                 k_desc,
@@ -236,7 +240,7 @@ def collect_own_kernel(
                 k_smem.index(n % STAGES), q_smem.permute((1, 0)), warpgroup_mma_init(zero), use_acc=False, is_async=True
             )
             dots = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()  # every warp has passed the product, whose buffer the next fetch fills
+            thread_barrier()  # every warp has passed the product, whose buffer the next fetch fills
             after = i + STAGES * splits
             _fetch(
                 k_desc, k_smem, bars, n + STAGES, first + _tile(after, turned, tiles) * BK, after < tiles, STAGES, BYTES
@@ -261,7 +265,7 @@ def collect_own_kernel(
             DENSE,
             OVERFLOW,
         )
-        gl.thread_barrier()  # the next task's query overwrites this one
+        thread_barrier()  # the next task's query overwrites this one
 
 
 @gluon.jit

@@ -129,6 +129,55 @@ def test_selection_alone_matches_the_reference_when_interpreted() -> None:
     assert run(SELECTION.format(device="cpu", columns=9000), interpret=True).count("ok ") == 4
 
 
+COMPILED = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Hopper:
+    \"\"\"A driver without a device: kernels are compiled for it and not launched.\"\"\"
+    get_current_device = get_current_stream = lambda self, *given: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_active_torch_device = lambda self: torch.device("cpu")
+
+
+driver.set_active(Hopper())
+run = JITFunction.run
+
+
+def compile_gluon(self, *given, grid, warmup, **more):
+    name = self.fn.__name__
+    if name.startswith("collect"):
+        compiled = run(self, *given, grid=grid, warmup=True, **more)
+        assert len(compiled.asm["cubin"]) > 1000
+        print("ok", name, flush=True)
+
+
+JITFunction.run = compile_gluon
+from longrecall.kernels.indexer import kernel
+
+kernel.multiprocessors = lambda device: 132
+kernel.has_hopper = lambda device: True
+kernel._programmatic = lambda rows, device: {"PDL": True, "launch_pdl": True}
+for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for rows, keys in ((64, (20_000, 128)), (2, (2, 20_000, 128)), (1, (20_000, 128))):
+        q, k = torch.empty(rows, 64, 128, dtype=dtype), torch.empty(keys, dtype=dtype)
+        visible = torch.full((rows,), 20_000, dtype=torch.int32)
+        scale = torch.ones(keys[:-1]) if dtype == torch.float8_e4m3fn else None
+        kernel.topk_triton(q, k, torch.empty(rows, 64), 512, visible=visible, scale=scale)
+"""
+
+
+@needs_triton
+def test_the_hopper_kernels_compile_with_the_installed_triton() -> None:
+    """Gluon's names move between versions of Triton; the compiler comes with it and needs no GPU."""
+    if not list(Path(str(importlib.util.find_spec("triton").origin)).parent.glob("backends/nvidia/bin/ptxas")):  # type: ignore[union-attr]
+        pytest.skip("this triton comes without ptxas")
+    assert run(COMPILED, interpret=False).count("ok collect") == 6
+
+
 ON_DEVICE = {
     f"{dtype} {part}": f"dtype = torch.{dtype}\n{calls}"
     for dtype in ("bfloat16", "float8_e4m3fn", "float32")
