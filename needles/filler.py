@@ -29,25 +29,7 @@ from typing import TypeVar
 
 import jinja2
 
-from longrecall.needles.vocabulary import (
-    ACTIONS,
-    ADJECTIVES,
-    ADVERBS,
-    ASKS,
-    ATTRIBUTES,
-    FEELINGS,
-    MATERIALS,
-    NAMES,
-    OPENERS,
-    PEOPLE,
-    PLACES,
-    SENTENCES,
-    SUBJECTS,
-    THINGS,
-    TIMES,
-    Split,
-    split_words,
-)
+from longrecall.needles.vocabulary import ASKS, ATTRIBUTES, NAMES, OPENERS, SENTENCES, WORDS, Split, split_words
 
 T = TypeVar("T")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
@@ -221,24 +203,12 @@ class Prose:
 
     def __init__(self, split: Split = "all") -> None:
         self.split: Split = split
-        words = {
-            "place": PLACES,
-            "thing": THINGS,
-            "person": PEOPLE,
-            "adj": ADJECTIVES,
-            "act": ACTIONS,
-            "adv": ADVERBS,
-            "subject": SUBJECTS,
-            "material": MATERIALS,
-            "time": TIMES,
-            "feel": FEELINGS,
-        }
         self._rng = random.Random(0)
         self._slots: dict[str, _Slot] = {}
-        for slot, all_words in words.items():
+        for slot, all_words in WORDS.items():
             chosen = split_words(all_words, split)
             self._slots[slot] = _Slot(lambda chosen=chosen: pick(self._rng, chosen))  # type: ignore[misc]
-        times = [time[0].upper() + time[1:] for time in split_words(TIMES, split)]
+        times = [time[0].upper() + time[1:] for time in split_words(WORDS["time"], split)]
         self._slots["Time"] = _Slot(lambda: pick(self._rng, times))
         self._sentences = [self._drawing(source) for source in split_words(SENTENCES, split)]
         self._asks = [self._drawing(source) for source in split_words(ASKS, split)]

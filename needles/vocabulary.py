@@ -208,6 +208,20 @@ NAMES = (
 ).split()
 """Entities of the facts. None of them occurs in the prose above."""
 
+WORDS = {
+    "place": PLACES,
+    "thing": THINGS,
+    "person": PEOPLE,
+    "adj": ADJECTIVES,
+    "act": ACTIONS,
+    "adv": ADVERBS,
+    "subject": SUBJECTS,
+    "material": MATERIALS,
+    "time": TIMES,
+    "feel": FEELINGS,
+}
+"""What stands in the slots of the sentences and requests."""
+
 
 def split_words(words: tuple[str, ...] | list[str], split: Split) -> list[str]:
     """The words of one split: every third one is held out, the others train; the union is the list."""

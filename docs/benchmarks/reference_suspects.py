@@ -52,23 +52,11 @@ EXPECTED: dict[str, tuple[int, int]] = {
 """Exponent of the hash layers and of the others."""
 
 
-def prompt_text(lines: int, seed: int) -> str:
-    """Planted facts in plain chat: enough like a recall conversation for real activations."""
-    g = torch.Generator().manual_seed(seed)
-    names = ["Mara Lindqvist", "Owen Castell", "Priya Raman", "Tomas Berg", "Lucia Ferro", "Hana Sato", "Emil Novak"]
-    filler = [
-        "The ferry was late again this morning, so the meeting began without the harbour master.",
-        "I read that the old mill by the river will become a library next spring.",
-        "Nobody at the market could say when the road over the pass opens.",
-    ]
-    out = []
-    for i in range(lines):
-        code = int(torch.randint(10_000, 99_999, (1,), generator=g))
-        name = names[i % len(names)]
-        out.append(f"User: {filler[i % 3]} The access code of {name} is {code}.")
-        out.append(f"Assistant: Noted, the access code of {name} is {code}.")
-    question = f"User: What is the access code of {names[0]}?\nAssistant: The access code of {names[0]} is"
-    return "\n".join([*out, question])
+def prompt(folder: Path, lines: int, seed: int) -> list[int]:
+    """Planted facts in plain chat, as tokens."""
+    from longrecall.runners.reference.evidence import prompt_text, prompt_tokens
+
+    return prompt_tokens(folder, prompt_text(lines, seed, begun="The access code of"))
 
 
 def record(folder: Path, tokens: list[int], path: Path) -> None:
@@ -133,14 +121,14 @@ def traced(tree: Path) -> tuple[int | None, int | None]:
 def measure_exponents(folder: Path, *, lines: int = 12, layers: list[int] | None = None) -> list[dict[str, Any]]:
     """One row per patched build: exponents from outputs (hash layers, others) and from source."""
     from longrecall.kernels.moe import combine_layers, fit_parts
-    from longrecall.runners.reference.evidence import prompt_tokens, reference_parts
+    from longrecall.runners.reference.evidence import reference_parts
     from longrecall.runners.reference.model import ReferenceModel
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="longrecall-suspects-") as scratch:
         work = Path(scratch)
         inputs = work / "inputs.safetensors"
-        record(folder, prompt_tokens(folder, prompt_text(lines, 0)), inputs)
+        record(folder, prompt(folder, lines, 0), inputs)
         given = load_file(inputs)
         model = ReferenceModel.load(folder)
         wanted = layers or list(range(len(model.layers)))
@@ -188,11 +176,10 @@ def measure_mhc(
     """KL from the fp32 mixing to each precision over the last `tail` positions, beside a change of packing alone."""
     from longrecall.kernels.sparse_attention import logits_kl
     from longrecall.runners.reference import model as module
-    from longrecall.runners.reference.evidence import prompt_tokens
     from longrecall.runners.reference.interface import Chunk
 
     model = module.ReferenceModel.load(folder, dtype=dtype)
-    texts = [prompt_tokens(folder, prompt_text(lines, seed)) for seed in range(prompts)]
+    texts = [prompt(folder, lines, seed) for seed in range(prompts)]
 
     def run(precision: Any, chunk: int | None = None) -> list[Tensor]:
         module.MHC_PRECISION = precision
@@ -250,7 +237,6 @@ def measure_decode(folder: Path, *, lengths: tuple[int, ...] = (300, 700, 1400),
 
     from longrecall.kernels.sparse_attention import decode_with_fault, logits_kl
     from longrecall.runners.reference import model as module
-    from longrecall.runners.reference.evidence import prompt_tokens
     from longrecall.runners.reference.interface import Chunk
 
     model = module.ReferenceModel.load(folder)
@@ -266,7 +252,7 @@ def measure_decode(folder: Path, *, lengths: tuple[int, ...] = (300, 700, 1400),
     ]
     rows = []
     for length in lengths:
-        tokens = prompt_tokens(folder, prompt_text(length // 40 + 4, 1))[: length + steps]
+        tokens = prompt(folder, length // 40 + 4, 1)[: length + steps]
         if len(tokens) < length + steps:
             raise RuntimeError(f"the probe text has {len(tokens)} tokens; {length + steps} are needed")
         history = model.new_cache()

@@ -22,23 +22,7 @@ import numpy.typing as npt
 from longrecall.needles.elements import NOTED
 from longrecall.needles.filler import QUESTIONS, WORDINGS, Prose, fill, pick
 from longrecall.needles.haystack import CLOSERS, PADS, SHORT_ASKS
-from longrecall.needles.vocabulary import (
-    ACTIONS,
-    ADJECTIVES,
-    ADVERBS,
-    ASKS,
-    ATTRIBUTES,
-    FEELINGS,
-    MATERIALS,
-    NAMES,
-    OPENERS,
-    PEOPLE,
-    PLACES,
-    SENTENCES,
-    SUBJECTS,
-    THINGS,
-    TIMES,
-)  # fmt: skip
+from longrecall.needles.vocabulary import ASKS, ATTRIBUTES, NAMES, OPENERS, SENTENCES, WORDS
 
 PAD, BOS, END, UNKNOWN = range(4)
 SPECIALS = ("<pad>", "<bos>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
@@ -63,10 +47,10 @@ def vocabulary() -> list[str]:
     """All tokens, in a fixed order: control tokens, digits, punctuation, words."""
     numbers = [str(digit) for digit in range(10)] + [f"{number:02d}" for number in range(100)]
     numbers += [f" {number}" for number in range(1000)]
-    texts = [*SENTENCES, *ASKS, *OPENERS, *PADS, *CLOSERS, *SHORT_ASKS, *NOTED, *ATTRIBUTES, *TIMES]
+    texts = [*SENTENCES, *ASKS, *OPENERS, *PADS, *CLOSERS, *SHORT_ASKS, *NOTED, *ATTRIBUTES, *NAMES]
     texts += [text for wording in WORDINGS for text in (wording.statement, wording.echo)]
     texts += [text for pair in QUESTIONS for text in pair]
-    for words in (PLACES, THINGS, PEOPLE, ADJECTIVES, ACTIONS, ADVERBS, SUBJECTS, MATERIALS, FEELINGS, NAMES):
+    for words in WORDS.values():
         texts += words
     found = {" an", " An", ".", ",", "?", "!", ":", ";", "-", "'", "'s", '"', " (", ")", "\n", " "}
     for text in texts:

@@ -42,9 +42,9 @@ DECODE_AT = (300, 700)
 MEASURE_S = 300
 
 
-def prompt_text(facts: int = 24) -> str:
+def prompt_text(facts: int = 24, seed: int = 0, *, begun: str = "The code of") -> str:
     """Planted facts in plain chat: enough like a recall conversation for real activations."""
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(seed)
     names = ["Mara Lindqvist", "Owen Castell", "Priya Raman", "Tomas Berg", "Lucia Ferro", "Hana Sato", "Emil Novak"]
     filler = [
         "The ferry was late again this morning, so the meeting began without the harbour master.",
@@ -57,7 +57,7 @@ def prompt_text(facts: int = 24) -> str:
         name = names[i % len(names)]
         out.append(f"User: {filler[i % 3]} The access code of {name} is {code}.")
         out.append(f"Assistant: Noted, the access code of {name} is {code}.")
-    return "\n".join([*out, f"User: What is the access code of {names[0]}?", f"Assistant: The code of {names[0]} is"])
+    return "\n".join([*out, f"User: What is the access code of {names[0]}?", f"Assistant: {begun} {names[0]} is"])
 
 
 def prompt_tokens(folder: Path, text: str) -> list[int]:

@@ -12,26 +12,11 @@ from longrecall.needles.plant import make_conversations, make_haystack
 from longrecall.needles.recipes import Element, Filler, Recipe
 from longrecall.needles.render import Meter, Ruler
 from longrecall.needles.values import value_words
-from longrecall.needles.vocabulary import (
-    ACTIONS,
-    ADJECTIVES,
-    ATTRIBUTES,
-    FEELINGS,
-    MATERIALS,
-    NAMES,
-    PEOPLE,
-    PLACES,
-    SENTENCES,
-    SUBJECTS,
-    THINGS,
-    split_words,
-)
-
-WORD_LISTS = (PLACES, THINGS, PEOPLE, ADJECTIVES, ACTIONS, SUBJECTS, MATERIALS, FEELINGS)
+from longrecall.needles.vocabulary import ATTRIBUTES, NAMES, SENTENCES, WORDS, split_words
 
 
 def test_filler_words_are_neither_names_nor_values() -> None:
-    words = {word for words in WORD_LISTS for word in words}
+    words = {word for words in WORDS.values() for word in words}
     assert not words & value_words()
     assert not words & {name.lower() for name in NAMES}
     prose, rng = Prose(), random.Random(0)
@@ -42,7 +27,7 @@ def test_filler_words_are_neither_names_nor_values() -> None:
 
 
 def test_splits_share_no_template_no_wording_and_no_word() -> None:
-    for words in (*WORD_LISTS, NAMES, ATTRIBUTES, SENTENCES):
+    for words in (*WORDS.values(), NAMES, ATTRIBUTES, SENTENCES):
         train, heldout = set(split_words(words, "train")), set(split_words(words, "heldout"))
         assert train and heldout and not train & heldout and train | heldout == set(words)
     assert not {w.statement for w in wordings("train")} & {w.statement for w in wordings("heldout")}
