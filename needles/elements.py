@@ -4,7 +4,7 @@ A builder decides words and values; where they land is `plant`'s business. Event
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -123,6 +123,7 @@ class Draft:
         self.script = Script()
         self.recipe, self.values, self.rng, self.prose = recipe, values, rng, prose
         self.wordings = wordings(recipe.split)
+        self._taken: set[str] = set()
         self._names = shuffled(rng, split_words(NAMES, recipe.split))
         self._attributes = shuffled(rng, split_words(ATTRIBUTES, recipe.split))
 
@@ -142,6 +143,14 @@ class Draft:
             )
         return self._attributes.pop()
 
+    def others(self, choices: Sequence[str]) -> list[str]:
+        """The places, boxes or subjects that no element of this conversation has taken, in their order."""
+        return [choice for choice in choices if choice not in self._taken]
+
+    def take(self, choices: Iterable[str]) -> None:
+        """Keep these from the elements that follow: two of them about one thing would have two true answers."""
+        self._taken.update(choices)
+
     def value(self, element: Element) -> str:
         """A new value of the element's kind."""
         return self.values.draw(self.rng, element.value, digits=element.digits)
@@ -156,7 +165,7 @@ class Draft:
             attribute=attribute,
             value=value,
             kind=kind,
-            aliases=aliases(value, element.value) if value and kind != "verbatim" else (),
+            aliases=aliases(value, element.value) if value and element.kind != "verbatim" else (),
             supersedes=supersedes,
         )
         self.script.facts.append(made)
@@ -216,7 +225,9 @@ class Draft:
         for place in range(element.distractors):
             about_same = place % 2 == 0 and place // 2 < len(own)
             value = (
-                self.values.look_alike(self.rng, own[place % len(own)].value, distance=element.look_alike)
+                self.values.look_alike(
+                    self.rng, own[place % len(own)].value, distance=element.look_alike, kind=element.value
+                )
                 if element.look_alike and own
                 else self.value(element)
             )
@@ -445,12 +456,18 @@ def _retraction(draft: Draft, element: Element) -> None:
 
 
 def _latent(draft: Draft, element: Element) -> None:
-    places = shuffled(draft.rng, LANDMARKS)
-    if element.count + element.distractors > len(places):
-        raise PlantError(f"kind latent has {len(places)} places; {element.count + element.distractors} were asked for")
+    cities = dict(shuffled(draft.rng, LANDMARKS))
+    places = draft.others(list(cities))
+    wanted = element.count + element.distractors
+    if wanted > len(places):
+        raise PlantError(
+            f"kind latent has {len(LANDMARKS)} places a conversation; {wanted} were asked of {len(places)}"
+        )
+    draft.take(places[:wanted])
     own = []
-    for place in range(element.count + element.distractors):
-        landmark, city = places[place]
+    for place in range(wanted):
+        landmark = places[place]
+        city = cities[landmark]
         probed = place < element.count
         fact = draft.fact(
             draft.name(), f"home near {landmark}", draft.value(element), "latent" if probed else "distractor", element
@@ -471,7 +488,10 @@ def _latent(draft: Draft, element: Element) -> None:
 
 
 def _ordinal(draft: Draft, element: Element) -> None:
-    subjects = shuffled(draft.rng, split_words(SUBJECTS, draft.recipe.split))
+    subjects = draft.others(shuffled(draft.rng, split_words(SUBJECTS, draft.recipe.split)))
+    if len(subjects) < 2:
+        raise PlantError("kind ordinal has no subjects left: fewer such elements in a conversation")
+    draft.take(subjects[:2])
     if element.count > len(_ORDINALS):
         raise PlantError(f"kind ordinal counts to {len(_ORDINALS)}; {element.count} alike notes were asked for")
 
@@ -542,7 +562,10 @@ def _order(draft: Draft, element: Element) -> None:
 
 def _count(draft: Draft, element: Element) -> None:
     things = shuffled(draft.rng, split_words(THINGS, draft.recipe.split))
-    boxes = shuffled(draft.rng, _BOX_COLOURS)
+    boxes = draft.others(shuffled(draft.rng, _BOX_COLOURS))
+    if len(boxes) < 2:
+        raise PlantError(f"kind count has {len(_BOX_COLOURS)} boxes, two for each such element: fewer of them, please")
+    draft.take(boxes[:2])
     number = max(2, element.count - 3 + int(draft.rng.random() * 7))
     if number + element.distractors > min(len(things), len(_NUMBER_WORDS) - 1):
         raise PlantError(f"kind count can count to {len(_NUMBER_WORDS) - 5}; about {element.count} were asked for")

@@ -101,9 +101,11 @@ class Baselines:
                 add("constant-answer", f"{answer!r} is right on {times} of {probes} probes")
         if self.answerable >= _FEW:
             if self.last_value / self.answerable > MAX_BASELINE:
-                add("last-value", f"the last value stated is right on {self.last_value} of {self.answerable} prompts")
+                said = f"the last value stated is right on {self.last_value} of {self.answerable} prompts"
+                add("last-value", f"{said}; more distractors cure it")
         if self.prompts >= _FEW and self.abstentions / self.prompts > MAX_ABSTENTIONS:
-            add("not-mentioned", f'"not mentioned" is right on {self.abstentions} of {self.prompts} prompts')
+            said = f'"not mentioned" is right on {self.abstentions} of {self.prompts} prompts'
+            add("not-mentioned", f"{said}; more facts that are asked about cure it")
         return found
 
 
@@ -307,6 +309,8 @@ class _Check:
         return None
 
     def _latent(self, probe: Probe, live: Fact, before: list[Fact]) -> str | None:
+        if other := next((f for f in before if f.attribute == live.attribute and f.fact_id != live.fact_id), None):
+            return f"{other.entity} answers to the question as well as {live.entity}"
         sentence = next(
             (
                 part

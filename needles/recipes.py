@@ -288,6 +288,8 @@ def validate(checked: Recipe, where: str) -> None:
         and 20 <= checked.turn_tokens[0] <= checked.turn_tokens[1]
     ):
         refuse("turn_tokens", checked.turn_tokens, "two counts, the smaller first, at least 20")
+    if all(element.probes == 0 for element in checked.elements):
+        refuse("probes", 0, "at least one element has to ask about something")
     for element in checked.elements:
         one_of("kind", element.kind, ELEMENT_KINDS)
         one_of("value", element.value, VALUE_KINDS)

@@ -77,6 +77,11 @@ def _date(rng: random.Random, _: int) -> str:
     return f"{1 + int(rng.random() * 28)} {pick(rng, _MONTHS)} {1800 + int(rng.random() * 200)}"
 
 
+def _is_date(text: str) -> bool:
+    day, _, year = text.split()
+    return 1 <= int(day) <= 28 and len(str(int(day))) == len(day) and year[0] != "0"
+
+
 def _name(rng: random.Random, _: int) -> str:
     def part() -> str:
         return (pick(rng, _SYLLABLES) + pick(rng, _SYLLABLES) + pick(rng, _ENDINGS)).capitalize()
@@ -187,9 +192,13 @@ class Values:
             f"no unused value of kind {kind} is left after 10,000 tries: ask for fewer or more digits"
         )
 
-    def look_alike(self, rng: random.Random, value: str, *, distance: int) -> str:
-        """A new value exactly `distance` characters away from `value` (digits stay digits, letters letters)."""
-        places = [place for place, character in enumerate(value) if character.isalnum()]
+    def look_alike(self, rng: random.Random, value: str, *, distance: int, kind: str) -> str:
+        """A new value exactly `distance` characters away from `value` (digits stay digits, letters letters).
+
+        Of a date only digits change, and it stays one.
+        """
+        date = kind == "date"
+        places = [place for place, c in enumerate(value) if (c.isdigit() if date else c.isalnum())]
         if distance > len(places):
             raise ValueSpaceError(
                 f"no look-alike of {value!r} differs in {distance} characters: it has {len(places)} to change"
@@ -209,6 +218,8 @@ class Values:
                 )
                 characters[place] = pick(rng, [c for c in pool if c != old and not (place == 0 and c == "0")])
             found = "".join(characters)
+            if date and not _is_date(found):
+                continue
             others = [other for other in self._here if other != value]
             if found not in self._used and not any(closer_than(found, other, 2) for other in others):
                 return self._keep(found)

@@ -114,6 +114,13 @@ def test_question_that_shares_words_with_a_latent_fact_is_found(clean: list[Conv
     assert "true-answer" in rules([with_probe(clean[0], "latent", question="Which keypad has the view?")])
 
 
+def test_a_second_answer_to_a_latent_question_is_found(clean: list[Conversation]) -> None:
+    conversation = clean[0]
+    known = next(fact for fact in conversation.facts if fact.kind == "latent")
+    facts = [replace(f, attribute=known.attribute) if f.kind == "keys" else f for f in conversation.facts]
+    assert "true-answer" in rules([replace(conversation, facts=tuple(facts))])
+
+
 def test_value_of_another_conversation_is_found(clean: list[Conversation]) -> None:
     first, second = clean
     stolen = replace(second, facts=(replace(second.facts[0], value=first.facts[0].value), *second.facts[1:]))

@@ -379,3 +379,33 @@ def test_rows_of_a_list_say_which_attribute_they_hold(
     for fact in conversation.facts:
         [row] = [line for line in conversation.turns[fact.turn_index].content.splitlines() if fact.value in line]
         assert fact.entity in row and fact.attribute in row.replace("_", " ")
+
+
+def test_elements_of_one_kind_share_no_place_box_or_subject(
+    tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    twice = (
+        Element(kind="latent", count=8, distractors=2),
+        Element(kind="count", count=4, distractors=1),
+        Element(kind="ordinal", count=2, distractors=1),
+    )
+
+    def made(*elements: Element) -> list[Conversation]:
+        chosen = Recipe(name="twice", elements=elements)
+        hay = haystacks["tekken", "all"]
+        return list(make_conversations(chosen, ruler=tekken, rungs=[4000], count=6, seed=0, haystack=hay))
+
+    assert lint(made(*twice, *twice)) == []
+    with pytest.raises(PlantError, match="kind latent has 20 places a conversation; 10 were asked of 0"):
+        made(*twice, *twice, twice[0])
+    with pytest.raises(PlantError, match="kind count has 8 boxes, two for each"):
+        made(*[twice[1]] * 5)
+
+
+@pytest.mark.parametrize("value", ["date", "code", "amount"])
+def test_look_alikes_of_every_kind_can_be_planted(
+    value: str, tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    chosen = Recipe(name="alike", elements=(Element(count=3, distractors=6, look_alike=2, value=value),))
+    hay = haystacks["tekken", "all"]
+    assert lint(make_conversations(chosen, ruler=tekken, rungs=[900], count=3, seed=0, haystack=hay)) == []

@@ -91,6 +91,11 @@ def test_forms_and_roles_that_cannot_be_are_refused() -> None:
         validate(Recipe(name="x", elements=(Element(kind="hops", role="tool"),)), "x")
 
 
+def test_a_recipe_that_asks_nothing_is_refused() -> None:
+    with pytest.raises(RecipeError, match="at least one element has to ask"):
+        validate(Recipe(name="x", elements=(Element(probes=0), Element(kind="hops", probes=0))), "x")
+
+
 @pytest.mark.parametrize("kind", VALUE_KINDS)
 def test_values_never_repeat_and_never_lie_one_edit_apart(kind: str) -> None:
     values, rng = Values(), random.Random(0)
@@ -108,7 +113,8 @@ def test_look_alikes_differ_in_exactly_so_many_characters(kind: str) -> None:
     values, rng = Values(), random.Random(1)
     for distance in (2, 3, 4):
         value = values.draw(rng, kind)
-        other = values.look_alike(rng, value, distance=distance)
+        other = values.look_alike(rng, value, distance=distance, kind=kind)
+        aliases(other, kind)
         assert len(other) == len(value) and sum(a != b for a, b in zip(value, other, strict=True)) == distance
 
 
