@@ -10,6 +10,7 @@ what is left.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -200,6 +201,8 @@ def gpu_tests(out: Path, seconds: float, more: Sequence[str]) -> dict[str, Any]:
     told.unlink(missing_ok=True)
     begun = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels", f"--junitxml={told}", *more]
+    if importlib.util.find_spec("xdist"):  # compiling is what takes time; nothing is timed here
+        command += ["-n", "3", "--dist", "loadfile"]
     code = run(command, seconds)
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     if told.is_file():
