@@ -11,6 +11,7 @@ eager forward, environment variables at their defaults unless given.
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from longrecall.kernels.contract.abstract import Interpreter
@@ -672,37 +673,17 @@ class _Reader:
             raise SourceError(f"{self.tree.origin}: {cls.path}: {cls.name} has no __init__")
         accepted = {a.arg for a in (*initialiser[1].args.args, *initialiser[1].args.kwonlyargs)}
         given = {k: v for k, v in given.items() if k in accepted}
-        at = cls.node
-        reader.frames.append(_frame(cls.path))
-        result: Value = Unknown("not reached")
-        refusal: Refusal | None = None
-        budget: list[str] = []
-        try:
-            block = reader.construct(cls, [], given, at)
-            if isinstance(block, Instance):
-                self._settle(block)
-                self._undecided_fusion(block)
-                # what the sites of construction touch is the top-k's flag, not a tensor
-                hidden = reader.tensor(label="hidden")
-                result = self._forward(block, hidden, at)
-        except PathEnd:
-            refusal = reader.refusals[-1] if reader.refusals else None
-        except Budget as error:
-            budget.append(str(error))
-        except RecursionError:
-            budget.append("the reading nests too deeply")
-        finally:
-            reader.frames.pop()
-        carried = reader.carried(result)
-        return LayerTrace(
-            routed=_sorted(exponents(carried.routed)),
-            shared=_sorted(exponents(carried.shared)),
-            sites=_final_sites(reader, carried.routed, carried.shared),
-            refusal=refusal,
-            unresolved=tuple(
-                dict.fromkeys([*reader.unresolved.values(), *budget, *self._why(result, carried, refusal)])
-            ),
-        )
+
+        def run() -> Value:
+            block = reader.construct(cls, [], given, cls.node)
+            if not isinstance(block, Instance):
+                return Unknown("not reached")
+            self._settle(block)
+            self._undecided_fusion(block)
+            # what the sites of construction touch is the top-k's flag, not a tensor
+            return self._forward(block, reader.tensor(label="hidden"), cls.node)
+
+        return _layer_trace(reader, cls, run)
 
     def _settle(self, block: Instance) -> None:
         """Attributes of the block that a plain launch leaves off, where the reading could not decide them."""
@@ -745,15 +726,43 @@ class _Reader:
             f"{self.tree.origin}: {block.cls.path}: {block.cls.name} has neither forward_normal nor forward"
         )
 
-    def _why(self, result: Value, carried: Carried, refusal: Refusal | None) -> list[str]:
-        if refusal is not None:
-            return []
-        if carried.routed is None:
-            why = getattr(result, "why", "") or type(result).__name__
-            return [f"the routed output was lost on the way ({why})"]
-        if len(exponents(carried.routed) or ()) > 1:
-            return [f"undecided conditions leave exponents {sorted(exponents(carried.routed) or ())}"]
+
+def _layer_trace(reader: _Reading, cls: ClassRef, run: Callable[[], Value]) -> LayerTrace:
+    """What a reading of one layer came to, also when it ended early."""
+    result: Value = Unknown("not reached")
+    refusal: Refusal | None = None
+    budget: list[str] = []
+    reader.frames.append(_frame(cls.path))
+    try:
+        result = run()
+    except PathEnd:
+        refusal = reader.refusals[-1] if reader.refusals else None
+    except Budget as error:
+        budget.append(str(error))
+    except RecursionError:
+        budget.append("the reading nests too deeply")
+    finally:
+        reader.frames.pop()
+    carried = reader.carried(result)
+    return LayerTrace(
+        routed=_sorted(exponents(carried.routed)),
+        shared=_sorted(exponents(carried.shared)),
+        sites=_final_sites(reader, carried.routed, carried.shared),
+        refusal=refusal,
+        unresolved=tuple(dict.fromkeys([*reader.unresolved.values(), *budget, *_why(result, carried, refusal)])),
+    )
+
+
+def _why(result: Value, carried: Carried, refusal: Refusal | None) -> list[str]:
+    """Why the routed part has not one exponent."""
+    if refusal is not None:
         return []
+    if carried.routed is None:
+        why = getattr(result, "why", "") or type(result).__name__
+        return [f"the routed output was lost on the way ({why})"]
+    if len(exponents(carried.routed) or ()) > 1:
+        return [f"undecided conditions leave exponents {sorted(exponents(carried.routed) or ())}"]
+    return []
 
 
 REFERENCE_BLOCK = ("longrecall/runners/reference/moe.py", "ReferenceMoE")
@@ -799,21 +808,12 @@ def _read_reference(tree: SourceTree, cls: ClassRef, layer_id: int) -> LayerTrac
         missing=lambda name: Unknown(f"config.{name}"),
     )
     given: dict[str, Value] = {"config": config, "layer_id": Known(layer_id), "weights": Mapping({})}
-    reader.frames.append(_frame(cls.path))
-    try:
+
+    def run() -> Value:
         block = reader.construct(cls, [], given, cls.node)
-        result = reader.call(block, [reader.tensor(label="hidden"), Unknown("token_ids")], {}, cls.node)
-    finally:
-        reader.frames.pop()
-    carried = reader.carried(result)
-    lost = [] if carried.routed is not None else ["the routed output was lost on the way"]
-    return LayerTrace(
-        routed=_sorted(exponents(carried.routed)),
-        shared=_sorted(exponents(carried.shared)),
-        sites=_final_sites(reader, carried.routed, carried.shared),
-        refusal=None,
-        unresolved=tuple([*reader.unresolved.values(), *lost]),
-    )
+        return reader.call(block, [reader.tensor(label="hidden"), Unknown("token_ids")], {}, cls.node)
+
+    return _layer_trace(reader, cls, run)
 
 
 def _final_sites(reader: Interpreter, *parts: Ways | None) -> tuple[Site, ...]:

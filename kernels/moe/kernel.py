@@ -320,9 +320,20 @@ def _weights_argument(weights: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[-1]), [tile.n, tile.k])
 
 
-# tl.dot's default for fp32 is TF32, 3e-4 off
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+def _gemm_options(x: Tensor, weights: Tensor, tile: Tile, *, columns: int) -> dict[str, bool | int | str]:
+    """What both GEMMs are launched with; columns: of the output."""
+    return {
+        "TMA": _through_tma(weights, tile),
+        "EVEN_N": columns % tile.n == 0,
+        "EVEN_K": weights.shape[2] % tile.k == 0,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tl.dot's default for fp32 is TF32, 3e-4 off
+        "E_POW2": triton.next_power_of_2(weights.shape[0]),
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def gate_up(x: Tensor, w13: Tensor, plan: Plan, num_topk: int, tile: Tile, limit: float | None) -> Tensor:
@@ -342,16 +353,7 @@ def gate_up(x: Tensor, w13: Tensor, plan: Plan, num_topk: int, tile: Tile, limit
         0.0 if limit is None else limit,
         NUM_TOPK=num_topk,
         HAS_LIMIT=limit is not None,
-        TMA=_through_tma(w13, tile),
-        EVEN_N=F % tile.n == 0,
-        EVEN_K=C % tile.k == 0,
-        PRECISION=_precision(x),
-        E_POW2=triton.next_power_of_2(E),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **_gemm_options(x, w13, tile, columns=F),
     )
     return h
 
@@ -372,16 +374,7 @@ def down(h: Tensor, w2: Tensor, topk_weights: Tensor | None, plan: Plan, tile: T
         C,
         F,
         WEIGHTED=topk_weights is not None,
-        TMA=_through_tma(w2, tile),
-        EVEN_N=C % tile.n == 0,
-        EVEN_K=F % tile.k == 0,
-        PRECISION=_precision(h),
-        E_POW2=triton.next_power_of_2(E),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **_gemm_options(h, w2, tile, columns=C),
     )
     return y
 
