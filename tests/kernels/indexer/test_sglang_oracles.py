@@ -38,6 +38,7 @@ FOLDER = sglang_folder()
 COMMON = "test/kernels/deepseek_v4/common.py"
 PAGED = "test/kernels/paged_mqa.py"
 INDEXER = "srt/layers/attention/dsv4/indexer.py"
+DSA = "srt/layers/attention/dsa/utils.py"
 pytestmark = pytest.mark.skipif(
     FOLDER is None or not (FOLDER / COMMON).is_file(),
     reason="sglang 0.5.23 is neither installed, nor in .venv-sglang, nor named by LONGRECALL_SGLANG",
@@ -97,6 +98,26 @@ def test_fp4_pages_are_the_same_bytes() -> None:
     pages = new_pages(2, "fp4_ties_down")
     write_pages(pages, type(packed)(fmt=packed.fmt, data=_without_minus_zero(packed.data), scale=packed.scale), where)
     assert torch.equal(pages, theirs)
+
+
+def test_fp8_pages_are_the_same_bytes() -> None:
+    fused = oracle(DSA, "fp8_mqa_logits_make_fused_kv")
+    packed = quantize(keys_with_ties(3 * SLOTS), "fp8")
+    assert packed.scale is not None
+    pages = new_pages(3, "fp8")
+    write_pages(pages, packed, torch.arange(3 * SLOTS))
+    theirs = fused(
+        packed.data.view(torch.float8_e4m3fn).view(3, SLOTS, 128), packed.scale.view(3, SLOTS), SLOTS, 128
+    )  # fmt: skip
+    assert torch.equal(pages, theirs.view(3, -1))
+
+
+def test_power_of_two_scales_are_the_same() -> None:
+    ceil_to_ue8m0 = oracle(DSA, "fp8_mqa_logits_ceil_to_ue8m0")
+    x = keys_with_ties(3000)
+    scale = quantize(x, "fp8_ue8m0").scale
+    assert scale is not None
+    assert torch.equal(scale, ceil_to_ue8m0(x.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448))
 
 
 def paged_case() -> SimpleNamespace:
