@@ -2,8 +2,8 @@
 
     longrecall serve-report --runs results/runs --store history --port 8700
 
-Reads files that are there, writes none, and answers GET only. Report pages carry their own content security policy;
-this adds one to every answer, so a reply of a hostile model stays text here too.
+Reads files that are there, writes none, and answers GET only. Report pages carry their own content security policy,
+which names their one script by its hash; every answer adds one that lets nothing be loaded, sent or framed.
 """
 
 from pathlib import Path
@@ -26,7 +26,13 @@ PAGES = {
     "report.md": "text/plain",
     "flips.jsonl": "text/plain",
 }
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
 
 
 def list_runs(runs: Path) -> list[dict[str, str]]:

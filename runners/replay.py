@@ -14,10 +14,10 @@ The order of the probes is the same on every build, so that it cancels in the co
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longrecall.needles.schema import Ask, Conversation, Probe
-from longrecall.runners.client import Endpoint, Question, ask
+from longrecall.runners.client import Endpoint, Question, ask, error_class
 from longrecall.runners.free import FreeHistories, HistoryBroken
 from longrecall.runners.gold import GoldScorer
 from longrecall.runners.journal import Journal, Key
@@ -296,6 +296,10 @@ class _Asking:
             response = await ask(self.endpoint, self._question(messages, planned, salt, wanted), rng)
             if response.error is not None:
                 await self._check_alive(response.error)
+                if error_class(response.error) == "prompt-tokens" and self.prompts.encode is not None:
+                    response = replace(
+                        response, error=f"{response.error}, encoded {len(self.prompts.encode(messages))}"
+                    )
             elif self.gold is not None:
                 probe = _probe(conversation, ask_)
                 response = await self.gold.scored(self.endpoint, response, messages, probe, salt)

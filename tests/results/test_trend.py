@@ -319,6 +319,10 @@ def test_site_serves_reports_and_trend(store: Path, tmp_path: Path, campaign40: 
     assert "This report cannot be read" in index.text
     assert client.get("/runs/good/report.html").text.startswith("<!doctype html>")
     assert client.get("/trend").status_code == 200
+    for path in ("/", "/trend", "/runs/good/report.html", "/runs/good/flips.jsonl", "/runs/none/report.html"):
+        headers = client.get(path).headers
+        assert "default-src 'none'" in headers["content-security-policy"], path
+        assert headers["x-content-type-options"] == "nosniff"
     for path in (
         "/runs/../secret.html",
         "/runs/good/..%2f..%2fsecret.html",

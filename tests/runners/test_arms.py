@@ -68,6 +68,19 @@ def seen(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "seen").read_text().splitlines()]
 
 
+def test_a_reply_to_a_prompt_of_another_length_names_planned_encoded_and_served(
+    tmp_path: Path, planted: ModuleType, loopback: Callable[..., Server]
+) -> None:
+    faults = tmp_path / "faults.json"
+    faults.write_text(json.dumps({"*": "wrong-usage"}))
+    conversations = planted.make(1)
+    replays = asked(conversations, {"base": loopback("--faults", str(faults), name="base")}, tmp_path, "warm")
+    lengths = {(ask.rung, ask.probe_id): ask.prompt_tokens for ask in conversations[0].asks}
+    assert {(r.rung, r.probe_id): r.response.error for r in replays} == {
+        key: f"prompt-tokens: planned {n}, served {n + 1}, encoded {n}" for key, n in lengths.items()
+    }
+
+
 def test_warm_wants_the_history_that_an_earlier_answer_left_in_the_cache(
     tmp_path: Path, planted: ModuleType, loopback: Callable[..., Server]
 ) -> None:
