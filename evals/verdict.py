@@ -142,7 +142,7 @@ def _verdict(family: Family, i: int, controls: Sequence[ControlResult]) -> Verdi
     rows = np.arange(family.offset(i), family.offset(i) + n_rungs)
     evidence = family.evidence
     convicted = family.convicted(i)
-    refusals = _exoneration_refusals(family, i, controls)
+    refusals = _exoneration_refusals(family, i)
     blocker = campaign_blocker(controls)
     bounds = np.minimum(evidence.lower_t[rows], evidence.lower_tango[rows])
     if (evidence.n[rows] < 1).all():
@@ -201,7 +201,7 @@ def _verdict(family: Family, i: int, controls: Sequence[ControlResult]) -> Verdi
     )
 
 
-def _exoneration_refusals(family: Family, i: int, controls: Sequence[ControlResult]) -> list[str]:
+def _exoneration_refusals(family: Family, i: int) -> list[str]:
     """Every reason not to exonerate, the most basic first; empty when the proof is complete."""
     config, part, evidence = family.config, family.parts[i], family.evidence
     n_rungs = len(family.cells.rungs)

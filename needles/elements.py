@@ -241,7 +241,6 @@ class Draft:
     def ask(
         self,
         fact: DraftFact,
-        element: Element,
         kind: str,
         *,
         question: str | None = None,
@@ -286,7 +285,7 @@ def _keys(draft: Draft, element: Element) -> None:
             _listed(draft, element, own[first : first + _ROWS_PER_LIST])
     extra = draft.distract(element, own, attributes)
     for fact in own[: element.probes]:
-        draft.ask(fact, element, "keys", others=[*own, *extra])
+        draft.ask(fact, "keys", others=[*own, *extra])
 
 
 def _listed(draft: Draft, element: Element, own: list[DraftFact]) -> None:
@@ -336,7 +335,6 @@ def _scripts(draft: Draft, element: Element) -> None:
     for fact, language in made[: element.probes]:
         draft.ask(
             fact,
-            element,
             "keys",
             question=language.question.format(name=fact.entity),
             prefix=language.prefix.format(name=fact.entity),
@@ -357,7 +355,7 @@ def _values(draft: Draft, element: Element) -> None:
         draft.group(draft.state(fact, element, pick(draft.rng, plain)))
     extra = draft.distract(element, own, [attribute])
     for fact in own[: element.probes]:
-        draft.ask(fact, element, "values", others=[*own, *extra])
+        draft.ask(fact, "values", others=[*own, *extra])
 
 
 def _hops(draft: Draft, element: Element) -> None:
@@ -380,7 +378,6 @@ def _hops(draft: Draft, element: Element) -> None:
     for start, end, links in chains[: element.probes]:
         draft.ask(
             end,
-            element,
             "hops",
             question=f"What is the {attribute} of {start}?",
             prefix=f"The {attribute} of {start} is",
@@ -418,7 +415,6 @@ def _update(draft: Draft, element: Element) -> None:
                 continue
             draft.ask(
                 fact,
-                element,
                 "update",
                 others=everything,
                 absent=tuple(later.key for later in versions[place + 1 : place + 2]),
@@ -479,7 +475,6 @@ def _latent(draft: Draft, element: Element) -> None:
     for fact, city in own[: element.count][: element.probes]:
         draft.ask(
             fact,
-            element,
             "latent",
             question=f"Which code opens the front door for somebody living in {city}?",
             prefix=f"Somebody living in {city} opens the front door with the code",
@@ -522,7 +517,6 @@ def _ordinal(draft: Draft, element: Element) -> None:
     for place, (fact, _) in enumerate(notes[: element.probes]):
         draft.ask(
             fact,
-            element,
             "ordinal",
             question=f"What is the reference of the {_ORDINALS[place]} note about {asked}?",
             prefix=f"The reference of the {_ORDINALS[place]} note about {asked} is",
@@ -551,7 +545,6 @@ def _order(draft: Draft, element: Element) -> None:
     for before, fact in list(pairwise(own))[: element.probes]:
         draft.ask(
             fact,
-            element,
             "order",
             question=f"I gave you several of them. Which {attribute} came right after the one of {before.entity}?",
             prefix=f"Right after the one of {before.entity} came the {attribute}",
@@ -623,7 +616,7 @@ def _late(draft: Draft, element: Element) -> None:
         own.append(fact)
     extra = draft.distract(element, own, [attribute])
     for fact in own[: element.probes]:
-        draft.ask(fact, element, "keys", others=[*own, *extra])
+        draft.ask(fact, "keys", others=[*own, *extra])
         draft.script.probes.append(
             DraftProbe(
                 kind="abstain-early",
@@ -655,7 +648,6 @@ def _verbatim(draft: Draft, element: Element) -> None:
     for fact in own[: element.count][: element.probes]:
         draft.ask(
             fact,
-            element,
             "verbatim",
             question=f"Repeat the text called {fact.entity} word for word.",
             prefix=f"The text called {fact.entity} reads:",

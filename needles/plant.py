@@ -457,7 +457,7 @@ class _Assembly:
             Turn(turn_index=turn_end + i, role=cast(Role, message["role"]), content=message["content"])
             for i, message in enumerate(messages)
         )
-        span = self._span(probe, rung, turn_end, tail)
+        span = self._span(probe, turn_end, tail)
         return Ask(
             rung=rung,
             probe_id=f"{self.conversation_id}/p{place}",
@@ -470,7 +470,7 @@ class _Assembly:
             distance_turns=turn_end - self.turn_of[probe.live] if probe.live is not None else None,
         )
 
-    def _span(self, probe: DraftProbe, rung: int, turn_end: int, tail: tuple[Turn, ...]) -> Span | None:
+    def _span(self, probe: DraftProbe, turn_end: int, tail: tuple[Turn, ...]) -> Span | None:
         """Where the live fact is stated, in tokens of the prompt."""
         if probe.live is None:
             return None

@@ -21,11 +21,6 @@ class InProcessError(RuntimeError):
     """Evidence that cannot be gathered; the message says why."""
 
 
-def evidence_files(run_dir: Path) -> list[Path]:
-    """The evidence kept with a run."""
-    return sorted(run_dir.glob(f"{PREFIX}*.json"))
-
-
 def evidence_path(run_dir: Path, patch: str) -> Path:
     return run_dir / f"{PREFIX}{patch}.json"
 

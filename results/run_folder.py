@@ -235,10 +235,3 @@ def write_scores(run_dir: Path, scores: Iterable[Score]) -> None:
         write(scores, run_dir / SCORES)
     except OSError as error:
         raise RunFolderError(f"cannot write {run_dir / SCORES}: {error.strerror or error}") from error
-
-
-def load_scores(run_dir: Path) -> list[Score]:
-    """Scores in stored order; raises ScoresError (a ValueError) naming the file when it is missing or damaged."""
-    from longrecall.evals.scores_file import read_scores
-
-    return read_scores(run_dir / SCORES)

@@ -71,15 +71,14 @@ class AppendFile:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as problem:
             raise JournalError(f"{path}: cannot be opened: {problem.strerror}") from None
-        self.torn = self._cut_torn_line()
+        self._cut_torn_line()
 
-    def _cut_torn_line(self) -> bytes:
+    def _cut_torn_line(self) -> None:
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             os.ftruncate(self._fd, whole)
             os.fsync(self._fd)
-        return data[whole:]
 
     def append(self, lines: bytes) -> None:
         before = os.fstat(self._fd).st_size

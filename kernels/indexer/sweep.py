@@ -138,31 +138,5 @@ def sweep_captures(paths: Iterable[Path], arms: dict[str, Pipeline]) -> Iterator
             yield from measure(activations, arms, source=path.name, layer=layer)
 
 
-def head_group_recall(activations: Activations, pipeline: Pipeline, *, group: int) -> list[float]:
-    """Set recall when only one group of `group` heads is computed in the pipeline's formats, the others exactly.
-
-    Which heads' rounding moves the selection: a group that alone loses recall carries the noise of the whole.
-    """
-    exact = scores(activations, Pipeline(rotate=pipeline.rotate))
-    reference = select(activations, Pipeline(), index_scores=scores(activations, Pipeline()))
-    recalls = []
-    for start in range(0, activations.q.shape[1], group):
-        weights = torch.zeros_like(activations.weights)
-        weights[:, start : start + group] = activations.weights[:, start : start + group]
-        part = Activations(
-            preset=activations.preset,
-            q=activations.q,
-            keys=activations.keys,
-            weights=weights,
-            positions=activations.positions,
-            needles=activations.needles,
-            foreign_keys=activations.foreign_keys,
-        )
-        table = exact - scores(part, Pipeline(rotate=pipeline.rotate)) + scores(part, pipeline)
-        picks = select(activations, pipeline, index_scores=table)
-        recalls.append(float(measures.set_recall(picks, reference).mean()))
-    return recalls
-
-
 def rows_as_dicts(rows: Iterable[Row]) -> list[dict[str, object]]:
     return [asdict(row) for row in rows]

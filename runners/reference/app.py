@@ -30,8 +30,6 @@ from longrecall.runners.reference.tokenizer import TemplateError
 MAX_BODY_BYTES = 16 * 2**20
 HEALTH_TIMEOUT_S = 60.0
 
-Reader = Callable[[bytes], Job]
-
 
 def _reply(value: object, status: int = 200) -> Response:
     return Response(encode_json(value), status, media_type="application/json")

@@ -330,11 +330,3 @@ def _unified(texts: Mapping[str, list[str]]) -> str:
         )
         made += list(lines)
     return "".join(made)
-
-
-def fault_named(name: str) -> ReferenceFault:
-    """The fault of that name; FaultEditError names the known ones."""
-    for fault in FAULTS:
-        if fault.name == name:
-            return fault
-    raise FaultEditError(f"fault {name!r} is unknown; known: {', '.join(f.name for f in FAULTS)}")

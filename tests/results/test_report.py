@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from longrecall.evals.scores_file import read_scores
 from longrecall.results import charts, run_folder
 from longrecall.results.flips import find_flips, visible
 from longrecall.results.main import build_app
@@ -87,7 +88,7 @@ def test_report_is_the_same_from_stored_files_at_any_time(run_dir: Path) -> None
 
 def test_flips_agree_with_the_comparisons(run_dir: Path, campaign40: Any) -> None:
     report = run_folder.load_report(run_dir)
-    scores = run_folder.load_scores(run_dir)
+    scores = read_scores(run_dir / run_folder.SCORES)
     others = [b.build_id for b in report.builds if b.build_id != "base"]
     flips = find_flips(scores, campaign40.conversations, campaign40.replays, others)
     for comparison in report.comparisons:
@@ -292,7 +293,9 @@ def test_page_stays_small_for_a_large_campaign(
     folder = run_writer(tmp_path / "run", campaign)
     write_reports(folder)
     assert (folder / run_folder.REPORT_HTML).stat().st_size < 3_000_000
-    flips = find_flips(run_folder.load_scores(folder), campaign.conversations, campaign.replays, ["mhc-bf16", "noop"])
+    flips = find_flips(
+        read_scores(folder / run_folder.SCORES), campaign.conversations, campaign.replays, ["mhc-bf16", "noop"]
+    )
     shown, n_shown, n_all = pick_flips(flips, 40_000)
     assert 0 < n_shown < n_all
     assert abs(len(shown["mhc-bf16"]) - len(shown["noop"])) <= 1
