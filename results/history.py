@@ -359,7 +359,7 @@ class History:
             present = [n for n in self.rows.names(ROOT) if n.endswith(".parquet")]
             checked += len(present)
             for name, stored in owned.items():
-                said = self._rows_problem(stored)
+                said = self.rows_problem(stored)
                 if said:
                     problems.append(Problem(name, said))
             named = {n.removesuffix(".json") for n in names}
@@ -370,7 +370,8 @@ class History:
                     )
         return checked, problems
 
-    def _rows_problem(self, stored: Stored) -> str | None:
+    def rows_problem(self, stored: Stored) -> str | None:
+        """What is wrong with the probe rows of an entry, every byte read; None when nothing is."""
         import io
 
         import pyarrow as pa

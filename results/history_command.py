@@ -363,13 +363,15 @@ def query(
     import csv
     import sys
 
-    from longrecall.results.probes import ask, connect
+    from longrecall.results.probes import answer
 
     history = open_history(store, rows)
-    answer = ask(connect(history, read_entries(history, suite)), sql)
+    found = answer(history, read_entries(history, suite), sql)
+    for problem in found.left_out:
+        warn(problem)
     out = csv.writer(sys.stdout)
-    out.writerow([column[0] for column in answer.description])
-    out.writerows(answer.fetchall())
+    out.writerow(found.columns)
+    out.writerows(found.rows)
 
 
 @app.command()

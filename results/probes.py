@@ -5,13 +5,22 @@ probes(run_id, build_id, conversation_id, probe_id, rung, outcome, …, line, co
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longrecall.results.history import History, Stored
 from longrecall.results.storage import HistoryError
 
 if TYPE_CHECKING:
     import duckdb
+
+
+class Answer(NamedTuple):
+    """What a question came to."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+    left_out: list[str]
+    """What is wrong with each file of rows that could not be asked."""
 
 
 def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConnection":
@@ -50,7 +59,10 @@ def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConn
             listed = ",".join("'" + str(path).replace("'", "''") + "'" for path in files)
             parts.append(f"select * from read_parquet([{listed}])")
     elif held:
-        tables = [history.scores(stored) for stored in held]
+        try:
+            tables = [history.scores(stored) for stored in held]
+        except HistoryError as error:
+            raise RowsError(str(error)) from error
         connection.register("remote_rows", pa.concat_tables(tables, promote_options="default"))
         parts.append("select * from remote_rows")
     if not parts:
@@ -64,6 +76,34 @@ def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConn
     return connection
 
 
+class RowsError(HistoryError):
+    """A file of probe rows that DuckDB cannot read; the message names it."""
+
+
+def answer(history: History, entries: Sequence[Stored], sql: str) -> Answer:
+    """Ask all rows; when a file of them cannot be read, those that are damaged are left out and named."""
+    try:
+        asked = ask(connect(history, entries), sql)
+        return Answer([column[0] for column in asked.description or ()], _fetched(asked), [])
+    except RowsError:
+        said = {s.name: history.rows_problem(s) for s in entries if s.entry.rows is not None}
+        left_out = [problem for problem in said.values() if problem is not None]
+        if not left_out:
+            raise
+    asked = ask(connect(history, [s for s in entries if said.get(s.name) is None]), sql)
+    return Answer([column[0] for column in asked.description or ()], _fetched(asked), left_out)
+
+
+def _fetched(asked: "duckdb.DuckDBPyConnection") -> list[tuple[Any, ...]]:
+    import duckdb
+
+    try:
+        rows: list[tuple[Any, ...]] = asked.fetchall()
+    except duckdb.Error as error:
+        raise RowsError(" ".join(str(error).split())[:600]) from error
+    return rows
+
+
 def ask(connection: "duckdb.DuckDBPyConnection", sql: str) -> "duckdb.DuckDBPyConnection":
     """The answer to a question. Raises HistoryError with what DuckDB says of the SQL or of a file it cannot read."""
     import duckdb
@@ -72,5 +112,7 @@ def ask(connection: "duckdb.DuckDBPyConnection", sql: str) -> "duckdb.DuckDBPyCo
         raise HistoryError("no SQL was given; ask like: select rung, count(*) from probes group by rung")
     try:
         return connection.execute(sql)
+    except (duckdb.IOException, duckdb.InvalidInputException) as error:
+        raise RowsError(" ".join(str(error).split())[:600]) from error
     except duckdb.Error as error:
         raise HistoryError(" ".join(str(error).split())[:600]) from error

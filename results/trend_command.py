@@ -18,20 +18,30 @@ import typer
 from longrecall.results.history_command import DEFAULT_STORE, RowsAt, Store, open_history, plain_errors, warn
 
 if TYPE_CHECKING:
-    from longrecall.results.history import History, Stored
+    from longrecall.results.history import History, Problem, Stored
     from longrecall.results.trend import Paired, Trend
     from longrecall.results.trend_page import TrendData
 
 
-def against_baseline(history: "History", name: str, made: "list[Trend]") -> "tuple[Stored | None, list[Paired]]":
-    """The pinned entry, and the newest base point of each line on its suite compared with it."""
+def against_baseline(
+    history: "History", name: str, made: "list[Trend]", problems: "list[Problem]"
+) -> "tuple[Stored | None, list[Paired]]":
+    """The pinned entry, and the newest base point of each line on its suite compared with it.
+
+    A baseline that cannot be read goes to `problems`.
+    """
     from longrecall.results.against import judge_entries, label_of, pinned
+    from longrecall.results.history import Problem
     from longrecall.results.storage import HistoryError
     from longrecall.results.trend import Paired
 
     if history.current("baseline", name) is None:
         return None, []
-    baseline = pinned(history, name)
+    try:
+        baseline = pinned(history, name)
+    except HistoryError as error:  # its file is damaged or gone: the series are shown without it
+        problems.append(Problem(name, str(error)))
+        return None, []
     found = []
     for trend in made:
         newest = trend.entries[-1]
@@ -74,7 +84,7 @@ def trend_data(
     found, problems = history.entries(suite)
     entries = [s for s in found if line is None or s.entry.line == line]
     made = trends(entries, current_thresholds(history), last=last, otava=otava)
-    pinned, paired = against_baseline(history, baseline, made)
+    pinned, paired = against_baseline(history, baseline, made, problems)
     return TrendData(
         trends=made,
         paired=paired,

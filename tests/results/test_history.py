@@ -515,6 +515,22 @@ def test_sql_that_cannot_be_answered_is_one_message(two_runs: tuple[Path, str, s
     assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_damaged_file_of_rows_is_named_and_the_others_answer(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    copy = tmp_path / "copy"
+    shutil.copytree(two_runs[1], copy)
+    victim = min(path for path in copy.rglob("*.parquet") if "_noop_" in path.name)
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes()[:500])
+    sql = "select distinct run_id, build_id from probes"
+    whole, done = (run("query", sql, "--store", store) for store in (two_runs[1], str(copy)))
+    assert done.exit_code == 0 and victim.name in done.stderr
+    missing = set(whole.stdout.splitlines()) - set(done.stdout.splitlines())
+    assert [line.rpartition(",")[2] for line in missing] == ["noop"]
+    wrong = run("query", "select nothing from probes", "--store", str(copy))
+    assert wrong.exit_code == 2 and "nothing" in wrong.stderr
+
+
 def test_query_reads_every_reply(two_runs: tuple[Path, str, str]) -> None:
     pytest.importorskip("duckdb")
     _, store, _ = two_runs

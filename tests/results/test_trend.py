@@ -259,6 +259,22 @@ def test_first_run_is_no_trend_and_a_loss_against_the_baseline_comes_first(
     assert lines[0] == "main" and len(lines) > 1
 
 
+def test_a_damaged_baseline_is_named_and_the_series_are_shown(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "h")
+    history = History(Folder(tmp_path / "h"))
+    pinned = history.entries()[0][0]
+    history.set(
+        Setting(kind="baseline", name="main", value={"entry": pinned.id}, reason="r", created="2026-11-29", author="a")
+    )
+    victim = tmp_path / "h" / pinned.name
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes()[:50])
+    done = run("--store", str(tmp_path / "h"), "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "baseline 'main' is entry" in done.stderr
+    assert "2 parts of the history could not be used" in (tmp_path / "trend.html").read_text()
+
+
 def test_damaged_file_is_named_on_the_page(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "h")
     victim = sorted((tmp_path / "h").rglob("*.json"))[0]
