@@ -681,7 +681,8 @@ def choose_launch(q: Tensor, keys: Tensor) -> Launch:
         return Launch(
             queries=1, groups=1, keys=128, warps=4, stages=3 if wide else 4, per_sm=2 if wide else 3, tma=True
         )
-    if small and rows * heads >= 2048 and has_hopper(q.device):
+    # a product of one query leaves a lane of each pair without a score: 128 heads take the plain path
+    if small and heads <= 64 and rows * heads >= 2048 and has_hopper(q.device):
         return Launch(queries=128 // heads, groups=2, keys=64, warps=4, stages=3, per_sm=2, tma=True, hopper=True)
     queries = max(1, min(_power_of_2(rows), 256 // heads))
     return Launch(queries=queries, groups=1, keys=64, warps=4, stages=2 if wide else 3, per_sm=2, tma=True)
@@ -689,8 +690,11 @@ def choose_launch(q: Tensor, keys: Tensor) -> Launch:
 
 def _check(q: Tensor, keys: Tensor, scale: Tensor | None) -> None:
     heads, dim = q.shape[1:]
-    if heads & (heads - 1) or dim & (dim - 1) or dim < 16:
-        raise ValueError(f"the GPU path needs H and D that are powers of two and D >= 16, not H {heads}, D {dim}")
+    least = 32 // min(q.element_size(), 2)  # what the matrix units take at a time
+    if heads & (heads - 1) or dim & (dim - 1) or dim < least:
+        raise ValueError(
+            f"the GPU path needs powers of two for H and D and, for {q.dtype}, D >= {least}, not H {heads}, D {dim}"
+        )
     if q.dtype != keys.dtype:
         raise ValueError(f"q {q.dtype} and keys {keys.dtype} must have one dtype on the GPU path")
     if scale is not None and scale.shape != keys.shape[:-1]:

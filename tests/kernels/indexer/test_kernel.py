@@ -161,12 +161,16 @@ from longrecall.kernels.indexer import kernel
 kernel.multiprocessors = lambda device: 132
 kernel.has_hopper = lambda device: True
 kernel._programmatic = lambda rows, device: {"PDL": True, "launch_pdl": True}
-for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-    for rows, keys in ((64, (20_000, 128)), (2, (2, 20_000, 128)), (1, (20_000, 128))):
-        q, k = torch.empty(rows, 64, 128, dtype=dtype), torch.empty(keys, dtype=dtype)
-        visible = torch.full((rows,), 20_000, dtype=torch.int32)
-        scale = torch.ones(keys[:-1]) if dtype == torch.float8_e4m3fn else None
-        kernel.topk_triton(q, k, torch.empty(rows, 64), 512, visible=visible, scale=scale)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+for dtype, heads, rows, keys in (
+    (BF16, 64, 64, (20_000, 128)), (FP8, 64, 64, (20_000, 128)), (BF16, 64, 2, (2, 20_000, 128)),
+    (FP8, 64, 2, (2, 20_000, 128)), (FP8, 8, 256, (20_000, 32)), (FP8, 128, 1, (20_000, 128)),
+    (FP8, 128, 64, (20_000, 128)),  # takes the plain path
+):
+    q, k = torch.empty(rows, heads, keys[-1], dtype=dtype), torch.empty(keys, dtype=dtype)
+    visible = torch.full((rows,), 20_000, dtype=torch.int32)
+    scale = torch.ones(keys[:-1]) if dtype == FP8 else None
+    kernel.topk_triton(q, k, torch.empty(rows, heads), 512, visible=visible, scale=scale)
 """
 
 
@@ -240,6 +244,9 @@ def test_the_gpu_path_names_what_it_cannot_run() -> None:
     q, keys, weights, visible = torch.zeros(1, 6, 128), torch.zeros(9, 128), torch.zeros(1, 6), torch.tensor([9])
     with pytest.raises(ValueError, match="powers of two"):
         topk_triton(q, keys, weights, 4, visible=visible)
+    narrow = [torch.zeros(1, 4, 16).to(torch.float8_e4m3fn), torch.zeros(9, 16).to(torch.float8_e4m3fn)]
+    with pytest.raises(ValueError, match="D >= 32, not H 4, D 16"):
+        topk_triton(*narrow, weights[:, :4], 4, visible=visible)
     with pytest.raises(ValueError, match="one dtype"):
         topk_triton(q[:, :4], keys.bfloat16(), weights[:, :4], 4, visible=visible)
 
