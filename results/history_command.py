@@ -124,23 +124,18 @@ def list_(
     if as_json:
         typer.echo(json.dumps([{"id": s.id, "file": s.name, **asdict(s.entry)} for s in found]))
         return
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    from longrecall.results import charts
+    from longrecall.results import charts, terminal
 
     lengths = sorted({p.rung for s in found for p in s.entry.points})
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for head in ("id", "time", "line", "commit", "verdict"):
-        table.add_column(head)
-    for rung in lengths:
-        table.add_column(charts.tokens(rung), justify="right")
-    for head in ("L50", "suite"):
-        table.add_column(head, justify="right")
+    shown = terminal.table(
+        ["id", "time", "line", "commit", "verdict"], [*(charts.tokens(rung) for rung in lengths), "L50", "suite"]
+    )
+    shown.columns[0].no_wrap = shown.columns[4].no_wrap = True
     for s in found:
         by = {p.rung: p.recall for p in s.entry.points}
-        table.add_row(
+        shown.add_row(
             s.id[:8],
             s.entry.created[:16].replace("T", " "),
             escape(s.entry.line),
@@ -150,7 +145,7 @@ def list_(
             f"{s.entry.l50_tokens:,.0f}" if s.entry.l50_tokens else "–",
             s.entry.suite_hash[:8],
         )
-    Console().print(table)
+    terminal.console().print(shown)
     typer.echo(f"{len(found)} entries")
 
 
@@ -184,10 +179,9 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two stored builds, paired by probe, whenever they were measured."""
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
+    from longrecall.results import charts, terminal
     from longrecall.results.against import judge_entries, label_of, pinned
     from longrecall.results.words import VERDICT_WORDS, interval, p_text, short, signed
 
@@ -209,24 +203,22 @@ def diff(
         }
         typer.echo(json.dumps(document))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for head in ("length", label_of(a), label_of(b), "difference", "95 % interval", "p loss", "lost", "gained"):
-        table.add_column(escape(head), justify="right")
-    from longrecall.results import charts
-
+    names = [escape(label_of(a)), escape(label_of(b))]
+    shown = terminal.table([], ["length", *names, "points, 95 % interval", "p loss", "lost", "gained"])
+    for column in shown.columns[1:3]:
+        column.no_wrap, column.overflow = False, "fold"
     for c in compared:
-        table.add_row(
+        shown.add_row(
             "pooled" if c.rung is None else f"{c.rung:,}",
             charts.points(c.recall_baseline),
             charts.points(c.recall_candidate),
-            signed(c.delta_recall),
-            escape(interval(c.ci_low, c.ci_high)),
+            f"{signed(c.delta_recall)} {escape(interval(c.ci_low, c.ci_high))}",
             p_text(c.p_loss),
             f"{c.lost:,}",
             f"{c.gained:,}",
         )
-    console = Console()
-    console.print(table)
+    console = terminal.console()
+    console.print(shown)
     console.print(f"{VERDICT_WORDS[verdict.verdict]}: {escape(verdict.reason)}")
     for name, (before, after) in changed.items():
         console.print(f"  {escape(name)}: {escape(short(before))} → {escape(short(after))}")

@@ -25,9 +25,9 @@ def fail(message: object, code: int = 2) -> "typer.Exit":
 def print_summary(report: "Report", console: "Console") -> None:
     """Controls, verdict table and recall by length for a terminal."""
     from rich.markup import escape
-    from rich.table import Table
 
     from longrecall.results import charts
+    from longrecall.results.terminal import table
     from longrecall.results.words import VERDICT_WORDS, headline, interval, lede, ordered_verdicts, p_text, signed
 
     styles = {"culprit": "bold red", "exonerated": "cyan", "within-margin": "yellow", "inconclusive": "magenta"}
@@ -38,24 +38,18 @@ def print_summary(report: "Report", console: "Console") -> None:
     for name, control in report.controls.items():
         style = {"passed": "cyan", "failed": "bold red", "absent": "magenta"}[control.state]
         console.print(f"  control {name}: [{style}]{control.state}[/]  {escape(control.detail)}")
-    verdicts = Table(box=None, pad_edge=False, padding=(0, 2))
-    for head in ("patch", "verdict", "difference", "95 % interval", "p", "at", "conversations"):
-        verdicts.add_column(head, justify="left" if head in ("patch", "verdict") else "right")
+    verdicts = table(["patch", "verdict"], ["points, 95 % interval", "p", "at"])
+    verdicts.columns[1].no_wrap = True
     for v in ordered_verdicts(report):
         verdicts.add_row(
             escape(v.patch),
             f"[{styles[v.verdict]}]{VERDICT_WORDS[v.verdict]}[/]",
-            signed(v.delta_recall),
-            escape(interval(v.ci_low, v.ci_high)),
+            f"{signed(v.delta_recall)} {escape(interval(v.ci_low, v.ci_high))}",
             p_text(v.p_value),
             "all" if v.rung is None else f"{v.rung:,}",
-            f"{v.n_conversations:,}",
         )
     console.print(verdicts)
-    recall = Table(box=None, pad_edge=False, padding=(0, 2))
-    recall.add_column("recall, %")
-    for rung in report.rungs:
-        recall.add_column(f"{rung:,}", justify="right")
+    recall = table(["recall, %"], [f"{rung:,}" for rung in report.rungs])
     by = {(p.build, p.rung): p.recall for p in report.curves}
     for build in report.builds:
         recall.add_row(escape(build.build_id), *(charts.points(by.get((build.build_id, r))) for r in report.rungs))
@@ -69,9 +63,7 @@ def report(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the JSON line only.")] = False,
 ) -> None:
     """Write report.json, report.md and report.html of a stored run again, from its replies."""
-    from rich.console import Console
-
-    from longrecall.results import charts, run_folder
+    from longrecall.results import charts, run_folder, terminal
     from longrecall.results.report import export_logs, summary_line, write_reports
 
     try:
@@ -84,5 +76,5 @@ def report(
     except ValueError as error:
         raise fail(error) from error
     if not quiet:
-        print_summary(made, Console())
+        print_summary(made, terminal.console())
     typer.echo(json.dumps(summary_line(run_dir, made), separators=(",", ":")))

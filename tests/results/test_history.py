@@ -443,7 +443,11 @@ def test_add_list_show_diff_verify(two_runs: tuple[Path, str, str]) -> None:
     assert [e["run_id"] for e in listed] == ["good", "worse"]
     assert listed[0]["points"][0]["n_conversations"] == 30
     assert len(listed[0]["noise"]) == 3
-    assert run("list", "--store", store).exit_code == 0
+    for columns in ("80", "200"):
+        shown = CliRunner().invoke(
+            build_app(["history"]), ["history", "list", "--store", store], env={"COLUMNS": columns}
+        )
+        assert all(entry["id"][:8] in shown.output for entry in listed) and "…" not in shown.output
     assert json.loads(run("show", "good", "--store", store).output)["commit"] == "a" * 40
     compared = json.loads(run("diff", "good", "worse", "--store", store, "--json").output)
     assert compared["verdict"]["verdict"] == "culprit"

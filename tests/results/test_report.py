@@ -1,5 +1,6 @@
 """Reports of a simulated campaign: the numbers, the page in a real browser, and replies that want to break it."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from longrecall.evals.scores_file import read_scores
@@ -15,6 +17,9 @@ from longrecall.results import charts, run_folder
 from longrecall.results.flips import find_flips, visible
 from longrecall.results.main import build_app
 from longrecall.results.report import assemble, write_reports
+from longrecall.results.report_command import print_summary
+from longrecall.results.run_folder import load_report
+from longrecall.results.words import VERDICT_WORDS, interval, signed
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +146,20 @@ def test_command_prints_one_json_document_last(run_dir: Path) -> None:
     last = json.loads(result.output.splitlines()[-1])
     assert last["verdicts"]["index-rotation-one-sided"] == "culprit"
     assert (run_dir / "charts" / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_on_80_columns_cuts_nothing(run_dir: Path) -> None:
+    report = load_report(run_dir)
+    out = io.StringIO()
+    print_summary(report, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in out.getvalue()
+    for verdict in report.verdicts:
+        told = f"{signed(verdict.delta_recall)} {interval(verdict.ci_low, verdict.ci_high)}"
+        assert any(
+            line.startswith(f"{verdict.patch} ") and VERDICT_WORDS[verdict.verdict] in line and told in line
+            for line in lines
+        ), verdict
 
 
 def test_markdown_holds_every_patch_and_rung(run_dir: Path, campaign40: Any) -> None:
