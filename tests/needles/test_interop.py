@@ -140,6 +140,20 @@ def test_the_example_runs_a_set_against_an_openai_server(tmp_path: Path, tekken:
     assert code.endswith(SHOWN) and SHOWN in (tmp_path / "set" / "README.md").read_text()
 
 
+def test_the_python_shown_in_the_docs_makes_a_set(
+    tmp_path: Path, tekken_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (EXAMPLE.parents[1] / "needles.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m").symlink_to(tekken_folder)
+    assert "count=40" in code
+    exec(compile(code.replace("count=40", "count=8"), "needles.md", "exec"), {})
+    loaded = datasets.load_dataset("sets/mine", split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(loaded) == 8 and {ask["rung"] for row in loaded for ask in row["asks"]} == {1024, 4096}
+
+
 def test_a_server_can_be_the_ruler(server: tuple[Server, str], tekken: Ruler) -> None:
     _, url = server
     ruler = ServerRuler(url)
