@@ -18,6 +18,7 @@ _MESSAGES: Messages = [
     {"role": "assistant", "content": "Noted."},
     {"role": "user", "content": "What is the locker code of Ada?"},
 ]
+_THINKING = ("<think", "<reasoning", "<thought")
 _LEAST_REPLY = 16
 _AFTER_ANSWER, _AROUND_ANSWER = 8, 32
 """Tokens beside the answer: behind it where the reply was begun, around it in a sentence of the model's own."""
@@ -64,6 +65,11 @@ async def problem_of(endpoint: Endpoint, prompts: Prompts, example: Conversation
     )  # fmt: skip
     reply = await ask(endpoint, question, random.Random(0))
     if reply.error is None:
+        if (reply.text or "").lstrip().startswith(_THINKING):
+            return (
+                "it begins to think instead of answering, and a reply ends at its first line: turn thinking off, for"
+                """ example with --template-args '{"enable_thinking": false}'"""
+            )
         return None
     if error_class(reply.error) == "prompt-tokens":
         return (

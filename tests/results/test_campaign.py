@@ -510,8 +510,9 @@ def test_a_server_that_runs_out_of_memory_is_named_with_its_log(
             '["--max-model-len", "465"]',
             "its longest context is 465 tokens, and rung 450 with an answer of 16 takes 466",
         ),
+        ('["--first-token", "<think>"]', "it begins to think instead of answering.*--template-args"),
     ],
-    ids=["another tokenizer", "a template that raises", "too short a context"],
+    ids=["another tokenizer", "a template that raises", "too short a context", "thinking"],
 )
 def test_a_build_that_cannot_be_asked_is_left_out_and_the_others_go_on(
     launched: Callable[..., Options], patch: str, said: str

@@ -92,7 +92,7 @@ class Loopback:
         if self.options.template_error:
             return self.send(writer, 400, {"error": {"message": "Conversation roles must alternate"}})
         if body.get("max_tokens") == 1:  # the prompt before the first question
-            return self.send(writer, 200, self.completion(text, body, " 1"))
+            return self.send(writer, 200, self.completion(text, body, self.options.first_token))
         number = self.arrived
         self.arrived += 1
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -255,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out-of-memory", action="store_true")
     made.add_argument("--extra-tokens", type=int, default=0)
     made.add_argument("--max-model-len", type=int)
+    made.add_argument("--first-token", default=" 1")
     made.add_argument("--template-error", action="store_true")
     return made
 
