@@ -43,7 +43,7 @@ def _running(conversations=12, probes=4):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000))
 def test_running_e_values_are_those_of_the_analysis_whatever_order_replies_arrive_in(seed):
     right, scores = _scores()

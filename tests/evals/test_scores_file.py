@@ -34,7 +34,7 @@ scores = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(scores, max_size=5))
 def test_scores_come_back_as_they_were_written(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("run") / "scores.parquet"

@@ -78,7 +78,7 @@ def numbers(record):
             yield value
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(recipes, st.booleans())
 def test_any_campaign_is_judged_without_nan_and_by_its_own_rules(recipe, stopped_early):
     rows = replies(recipe)
@@ -107,7 +107,7 @@ def test_any_campaign_is_judged_without_nan_and_by_its_own_rules(recipe, stopped
         assert c.ci_low is None or -1 <= c.ci_low <= c.delta_recall <= c.ci_high <= 1
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(recipes)
 def test_more_errors_on_a_patch_never_exonerate_it(recipe):
     rows = replies(recipe)

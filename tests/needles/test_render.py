@@ -94,7 +94,7 @@ def test_bos_is_prepended_for_a_tokenizer_that_asks_and_a_template_that_does_not
 words = st.text(alphabet="abc ABC.,!?'\"0123456789\n\té中-_=|<>{}[]:;/", min_size=0, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parts=st.lists(words, min_size=1, max_size=6))
 def test_sums_equal_encoding_for_any_text(gemma: Ruler, tekken: Ruler, parts: list[str]) -> None:
     text = " ".join(parts)
@@ -102,7 +102,7 @@ def test_sums_equal_encoding_for_any_text(gemma: Ruler, tekken: Ruler, parts: li
         assert ruler.count(text) == ruler.count_whole(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(contents=st.lists(words.map(str.strip).filter(bool), min_size=1, max_size=5))
 def test_meter_equals_encoding_for_any_conversation(gemma: Ruler, tekken: Ruler, contents: list[str]) -> None:
     roles = ["user" if (len(contents) - place) % 2 else "assistant" for place in range(len(contents))]

@@ -404,7 +404,7 @@ class Chromium:
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
         os.close(self._out)
         os.close(self._in)
 

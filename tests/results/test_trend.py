@@ -71,7 +71,7 @@ def test_missing_points_do_not_shift_the_place() -> None:
     assert [c.index for c in change_points(values, min_magnitude=0.02)] == [40]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=120), st.floats(0.001, 1000), st.floats(-10, 10))
 def test_scale_and_shift_do_not_matter(values: list[float], scale: float, shift: float) -> None:
     rounded = [round(v, 3) for v in values]

@@ -35,7 +35,7 @@ def as_lists(selection: torch.Tensor) -> list[list[int]]:
     return [[j for j in row if j >= 0] for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), k=st.integers(1, 12), columns=st.integers(1, 30))
 def test_select_topk_is_the_brute_force_with_ties_nan_and_masks(data: st.DataObject, k: int, columns: int) -> None:
     value = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.0, -3.0, float("nan"), float("-inf"), float("inf")])

@@ -55,7 +55,7 @@ def test_matches_the_definition(T: int, n: int) -> None:
     torch.testing.assert_close(exact.comb, comb, rtol=1e-12, atol=1e-13)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**31), st.integers(1, 100), st.floats(0.1, 3))
 def test_mixing_matrix_is_doubly_stochastic(seed: int, T: int, spread: float) -> None:
     c = sinkhorn(torch.randn(T, 4, 4, generator=torch.Generator().manual_seed(seed)) * spread)

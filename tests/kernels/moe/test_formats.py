@@ -11,7 +11,7 @@ from longrecall.kernels.moe.formats import EXPERT_FORMATS, pack_experts, unpack_
 
 
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-12, 6))
 def test_packing_what_was_unpacked_changes_nothing(fmt, seed: int, exponent: int) -> None:
     w = torch.randn(3, 40, 96, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent

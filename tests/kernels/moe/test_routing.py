@@ -53,7 +53,7 @@ def test_equal_scores_go_to_the_lower_index(experts: int, distinct: int) -> None
     assert torch.equal(topk(logits, None, 4, "sigmoid").idx, want)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**31), st.integers(1, 12), st.sampled_from(["sigmoid", "softmax", "sqrtsoftplus"]), st.floats(0, 20)
 )

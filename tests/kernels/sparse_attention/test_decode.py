@@ -75,7 +75,7 @@ def test_nan_in_entries_that_are_not_selected_is_harmless(backend: str) -> None:
 
 
 @given(seed=st.integers(0, 2**31), branches=st.integers(2, 6), split_size=st.sampled_from([None, 5, 16]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_branches_of_one_history_attend_as_each_alone(seed: int, branches: int, split_size: int | None) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(*shape, generator=generator) for shape in ((branches, 4, 32), (12, 32), (12, 32)))
@@ -105,7 +105,7 @@ def test_the_interpreter_and_torch_split_alike() -> None:
     torch.testing.assert_close(a.lse, b.lse, rtol=1e-5, atol=2e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 2**31), st.floats(0.1, 30))
 def test_merge_does_not_depend_on_the_split(splits: int, seed: int, sharpness: float) -> None:
     q, k, v, indices = problem(1, 2, 16, 8, 48, 48, seed)

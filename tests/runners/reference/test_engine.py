@@ -135,7 +135,7 @@ def test_requests_served_together_answer_as_when_served_alone(make_engine: Any, 
     assert together.counters.prefill_calls <= 2
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 @given(
     chunk=st.integers(1, 50),
     running=st.integers(1, 5),

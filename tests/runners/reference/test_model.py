@@ -261,7 +261,7 @@ def test_rotating_both_sides_is_the_same_as_rotating_neither(
     assert divergence(rotated, run(built, text)) < 1e-3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), tokens=st.integers(1, 9))
 def test_hyper_connections_keep_the_mean_stream(seed: int, tokens: int) -> None:
     config = ReferenceConfig()
@@ -278,7 +278,7 @@ def test_hyper_connections_keep_the_mean_stream(seed: int, tokens: int) -> None:
     assert not torch.allclose(after[:, 0], streams[:, 0] + out, atol=0.1), "the streams are not mixed"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(heads=st.integers(1, 3), pairs=st.integers(1, 8))
 def test_pairing_rope_dimensions_is_undone_by_its_inverse(heads: int, pairs: int) -> None:
     rows = torch.arange(heads * pairs * 2 * 3.0).view(-1, 3)

@@ -31,7 +31,7 @@ def store(cache: PrefixCache, *values: int, salt: str = "", nbytes: int = 1, pin
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(stored=sequences, query=st.lists(st.integers(0, 2), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_finds_the_longest_stored_prefix_after_any_inserts_and_removals(
     stored: list[list[int]], query: list[int], seed: int

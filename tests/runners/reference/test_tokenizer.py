@@ -1,6 +1,5 @@
 import itertools
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ varied_text = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=varied_text)
 def test_any_text_segments_as_sentencepiece_and_comes_back(
     text: str, text_tokenizer: TextTokenizer, sentence_piece: SentencePiece
@@ -129,7 +128,7 @@ def test_any_text_segments_as_sentencepiece_and_comes_back(
     assert "".join([*map(stream.push, ids), stream.finish()]) == text.replace("\u2581", " ")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=varied_text.filter(lambda text: "<" not in text))
 def test_the_file_alone_gives_the_same_ids_with_one_bos(text: str, folder: Path, text_tokenizer: TextTokenizer) -> None:
     plain = _plain(folder)
@@ -223,10 +222,8 @@ def test_a_template_cannot_reach_python_internals(folder: Path, tmp_path: Path) 
         TextTokenizer.from_folder(tmp_path).render([])
 
 
-def test_written_within_seconds_and_whole(tmp_path: Path) -> None:
-    start = time.process_time()
+def test_written_whole(tmp_path: Path) -> None:
     module.write_tokenizer(GGUF_PART, tmp_path)
-    assert time.process_time() - start < 20  # 3 s on one quiet core; process time, since others share the machine
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
