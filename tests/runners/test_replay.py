@@ -185,6 +185,11 @@ def question_key(messages: list[dict[str, str]]) -> str:
     return sha256("\n".join(message["content"] for message in messages).encode()).hexdigest()[:16]
 
 
+def streamed(number: int) -> bool:
+    """Whether the replies of a schedule are streamed, which costs the client four times as much."""
+    return number % 4 == 1
+
+
 def check_schedules(tmp_path: Path, planted: ModuleType, loopback: Callable[..., Server], schedules: range) -> None:
     """Each schedule: a random fault, or none, for every probe of 3 conversations x 4 probes x 2 rungs."""
     faults: dict[str, str] = {}
@@ -195,20 +200,25 @@ def check_schedules(tmp_path: Path, planted: ModuleType, loopback: Callable[...,
             for ask in conversation.asks:
                 # a broken connection costs the backoff and a hang the time limit: both are drawn less often
                 fault = rng.choices(list(CLASS_OF), [6, 1, 1] + [1] * (len(CLASS_OF) - 4) + [0.3])[0]
-                if fault == "hang" and number % 10:
+                if fault == "hang" and number % 10 != 1:
                     fault = None
                 if fault:
                     faults[question_key(planted.messages_for(conversation, ask))] = fault
-                wanted[number, conversation.conversation_id, ask.probe_id, ask.rung] = CLASS_OF[fault]
+                name = "cut" if fault == "no-choices" and streamed(number) else CLASS_OF[fault]
+                wanted[number, conversation.conversation_id, ask.probe_id, ask.rung] = name
     path = tmp_path / "faults.json"
     path.write_text(json.dumps(faults))
     server = loopback("--faults", str(path), name="base")
 
     async def go() -> None:
         side_by_side = asyncio.Semaphore(SCHEDULES_AT_ONCE)
-        async with connect("base", server.url, model="loopback", timeout_s=HANG_S) as endpoint:
+        async with (
+            connect("base", server.url, model="loopback", timeout_s=HANG_S) as whole,
+            connect("base", server.url, model="loopback", timeout_s=HANG_S, stream=True) as stream,
+        ):
 
             async def one(number: int) -> None:
+                endpoint = stream if streamed(number) else whole
                 plan = plan_of(planted.make(3, seed=number), builds=("base",), block_size=3)
                 folder = tmp_path / f"run-{number}"
                 folder.mkdir()
