@@ -84,7 +84,7 @@ async def look(endpoint: Endpoint, ids: Sequence[int], tokens: int, shape: Shape
         asked
         | {
             "input_ids": [*ids, *out], "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "cache_salt": f"inside/{endpoint.build_id}",
+            "cache_salt": f"inside-{endpoint.build_id}",
         },
     )  # fmt: skip
     entries = again["meta_info"]["input_token_logprobs"][-len(out) :]

@@ -15,6 +15,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from longrecall.needles.schema import Ask, Conversation, Probe
 from longrecall.runners.client import Endpoint, Question, ask, error_class
@@ -285,8 +286,8 @@ class _Asking:
         wanted = None
         if arm in ("warm", "alone", "mirrored"):
             wanted = self.prompts.demanded(conversation, ask_.rung, answered)
-        # A salt of its own keeps a cold request from finding any other's prefix.
-        salt = "/".join(map(str, (self.plan.run_id, *key))) if arm == "cold" else None
+        # A salt of its own keeps a cold request from finding any other's prefix; vLLM takes 128 letters at most, no "/".
+        salt = sha256("/".join(map(str, (self.plan.run_id, *key))).encode()).hexdigest() if arm == "cold" else None
         rng = random.Random(f"{self.plan.seed}/{key}")
         async with self.in_flight:
             if arm == "branched":

@@ -118,6 +118,7 @@ def test_cold_requests_carry_salts_of_their_own(
     run(plan, {"base": loopback("--seen", str(tmp_path / "seen"), name="base")}, tmp_path, planted)
     salts = [json.loads(line)["salt"] for line in (tmp_path / "seen").read_text().splitlines()]
     assert len(set(salts)) == plan.n_planned and None not in salts
+    assert all(len(salt) <= 128 and salt.isalnum() for salt in salts), "vLLM takes no others"
     assert {r.response.cached_tokens for r in load_replays(tmp_path)} == {0}
 
 

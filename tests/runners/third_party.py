@@ -106,7 +106,7 @@ def in_every_arm(
         told, wanted = r.response.cached_tokens, r.response.cached_at_least
         assert told is not None
         assert told == 0 if r.arm == "cold" else wanted is None or told >= wanted, (r.arm, told, wanted)
-    assert all(r.response.cached_at_least for r in replays if r.arm in ("branched", "mirrored"))
+    assert all(r.response.cached_at_least for r in replays if r.arm == "branched")
     assert "free" not in arms or (folder / "histories.jsonl").stat().st_size > 0
     return replays
 
