@@ -286,7 +286,7 @@ class _Asking:
         wanted = None
         if arm in ("warm", "alone", "mirrored"):
             wanted = self.prompts.demanded(conversation, ask_.rung, answered)
-        # A salt of its own keeps a cold request from finding any other's prefix; vLLM takes 128 letters at most, no "/".
+        # A salt of its own keeps a cold request from finding any other's prefix; vLLM takes 128 letters, no "/".
         salt = sha256("/".join(map(str, (self.plan.run_id, *key))).encode()).hexdigest() if arm == "cold" else None
         rng = random.Random(f"{self.plan.seed}/{key}")
         async with self.in_flight:
