@@ -91,6 +91,8 @@ class FaultResult:
     """Whether the two rungs alone already named it."""
     arms: tuple[str, ...]
     """What was measured beyond the ladder, in the order it was asked for."""
+    served_tokens: int
+    """Prompt tokens that its build and its arms computed."""
     sentence: str
 
 
@@ -265,6 +267,7 @@ def summarise(
             right=named == fault.family if named else None,
             right_from_ladder=first_named == fault.family if first_named else None,
             arms=tuple(asked.get(fault.name, ())),
+            served_tokens=sum(_computed_tokens(run.scores, fault.name) for run in runs),
             sentence=attribution.sentence if attribution else verdict.reason,
         )
 
@@ -291,9 +294,14 @@ def _named(attribution: Attribution | None) -> str | None:
     return max(families, key=lambda f: families[f])
 
 
-def _computed_tokens(scores: pa.Table) -> int:
-    context, cached = (scores[name].to_pylist() for name in ("context_tokens", "cached_tokens"))
-    return sum(a - (b or 0) for a, b in zip(context, cached, strict=True) if a is not None)
+def _computed_tokens(scores: pa.Table, patch: str | None = None) -> int:
+    """Prompt tokens not taken from a prefix cache: of every build, or of one patch and its arms."""
+    names = ("build_id", "context_tokens", "cached_tokens")
+    return sum(
+        context - (cached or 0)
+        for build, context, cached in zip(*(scores[name].to_pylist() for name in names), strict=True)
+        if context is not None and (patch is None or build.partition("--")[0] == patch)
+    )
 
 
 def interval(hits: int, n: int) -> tuple[float, float]:
@@ -309,24 +317,31 @@ def report_lines(result: ReferenceCalibration) -> list[str]:
         losses = " / ".join("–" if x is None else f"{-100 * x:+.0f}" for x in f.loss)
         named = "–" if f.attributed is None else f"{f.attributed} ({f.probability:.2f})"
         mark = "–" if f.right is None else "✅" if f.right else "❌"
-        return f"| `{f.name}` | {f.family} | {losses} | {f.verdict} | {named} {mark} | {', '.join(f.arms) or '–'} |"
+        arms = ", ".join(f.arms) or "–"
+        return (
+            f"| `{f.name}` | {f.family} | {losses} | {f.verdict} | {named} {mark} | {f.cause or '–'} | {arms} "
+            f"| {f.served_tokens:,} |"
+        )
+
+    def share(hits: int) -> str:
+        low, high = interval(hits, n) if n else (0.0, 1.0)
+        return f"{hits} of {n} [{low:.2f}, {high:.2f}]"
 
     n = len(result.drawn)
-    low, high = interval(result.n_right, n) if n else (0.0, 1.0)
     base = " / ".join("–" if x is None else f"{100 * x:.0f}" for x in result.base_recall)
     rungs = " and ".join(f"{r:,}" for r in result.rungs)
     head = [
-        "| fault | is | points at " + rungs + " | verdict | attributed to | arms asked for |",
-        "|---|---|---|---|---|---|",
+        "| fault | is | points at " + rungs + " | verdict | attributed to | by cause | arms asked for | tokens |",
+        "|---|---|---|---|---|---|---|--:|",
     ]
     harmed = sum(f.verdict == "culprit" for f in result.harmless)
     lines = [
         f"{n + len(result.harmless)} faults drawn (seed {result.seed}), {n} of them cost recall;"
         f" {result.conversations} conversations, prompts of {rungs} tokens, base recall {base} %.",
         "",
-        f"- attributed to the right cause: {result.n_right} of {n} [{low:.2f}, {high:.2f}] (bar: {math.ceil(0.9 * n)})",
-        f"- by the two rungs alone: {sum(bool(f.right_from_ladder) for f in result.drawn)} of {n}",
-        f"- exonerated: {result.of('exonerated')} of {n} (bar: 0); convicted: {result.of('culprit')}",
+        f"- attributed to the right cause: {share(result.n_right)} (bar: {math.ceil(0.9 * n)})",
+        f"- by the two rungs alone: {share(sum(bool(f.right_from_ladder) for f in result.drawn))}",
+        f"- exonerated: {share(result.of('exonerated'))} (bar: 0); convicted: {share(result.of('culprit'))}",
         f"- harmless faults convicted: {harmed} of {len(result.harmless)}",
         f"- spent: {result.served_tokens:,} prompt tokens, {result.replies:,} replies",
         "",

@@ -63,7 +63,8 @@ def result(name, *, verdict="culprit", right=True, loss=0.5):
     return FaultResult(
         name=name, title=name, family="index keys", loss=(0.0, loss), verdict=verdict,
         attributed=None if right is None else "index keys" if right else "MHC", probability=0.99, cause="x",
-        right=right, right_from_ladder=right, arms=("in-process",), sentence="",
+        right=right, right_from_ladder=right, arms=("in-process",), served_tokens=1234,
+        sentence="",
     )  # fmt: skip
 
 
@@ -86,3 +87,4 @@ def test_the_bars_are_eighteen_of_twenty_and_no_exoneration():
     text = "\n".join(report_lines(calibration(good, harmless)))
     assert "attributed to the right cause: 18 of 20 [0.68, 0.99] (bar: 18)" in text
     assert "harmless faults convicted: 1 of 1" in text and "| `h` |" in text
+    assert "exonerated: 0 of 20 [0.00, 0.17]" in text and "| 1,234 |" in text
