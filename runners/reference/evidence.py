@@ -37,6 +37,8 @@ ROWS = 64
 EVERY = 4
 """One token in so many goes through the MoE layers: enough for four digits of the exponent."""
 DECODE_STEPS = 12
+CHAINS = 4
+"""Decode goes on from so many places of one history at once, as it does where several questions share a prefix."""
 DECODE_AT = (300, 700)
 """Tokens before the decoded ones: below and beyond the onset of the selection."""
 MEASURE_S = 300
@@ -157,9 +159,10 @@ def _decoded(model: "ReferenceModel", tokens: list[int]) -> dict[str, Tensor]:
     for length in DECODE_AT:
         model.prefill([Chunk(tokens=tokens[history.length : length], cache=history, logits="none")])
         rest = tokens[length : length + DECODE_STEPS]
-        (prefilled,) = model.prefill([Chunk(tokens=rest, cache=history.fork(length), logits="all")])
-        cache = history.fork(length)
-        decoded = torch.cat([model.decode([t], [cache]) for t in rest])
+        (prefilled,) = model.prefill([Chunk(tokens=rest, cache=history, logits="all")])
+        steps = DECODE_STEPS // CHAINS
+        chains = [history.fork(length + steps * i) for i in range(CHAINS)]
+        decoded = torch.stack([model.decode(rest[step::steps], chains) for step in range(steps)], 1).flatten(0, 1)
         made[f"decode{length}"] = (prefilled.softmax(-1) - decoded.softmax(-1)).abs().sum(-1) / 2
     block = history.tail or history.base
     assert block is not None
