@@ -166,7 +166,10 @@ def calibrate_reference(options: ReferenceOptions, watcher: Watcher) -> Referenc
     ladder = attribute_patches([run], drawn, in_process=False, not_next=NOT_SERVED)
     runs, asked = [run], {name: list[str]() for name in drawn}
     open_ = [a.patch for a in ladder if a.next_arm is not None]
-    gather_evidence(run.path, open_, watcher.note)
+    try:
+        gather_evidence(run.path, open_, watcher.note)
+    except RuntimeError as error:
+        watcher.note(f"not measured in-process: {error}")
     for name in open_:
         asked[name].append("in-process")
     for number in range(1, options.rounds + 1):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from longrecall.kernels.moe import Parts
+    from longrecall.runners.reference.config import ReferenceConfig
     from longrecall.runners.reference.model import ReferenceModel
 
 MOE_LAYERS = (0, 1, 2, 3, 8, 14)
@@ -221,16 +222,19 @@ def run_build(python: str, env: Mapping[str, str], folder: Path, inputs: Path, o
 
 
 def rows_of(
-    patch: str, base: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[int, "Parts"], factor: float,
-    hash_layers: int, topk: int,
-) -> list[dict[str, object]]:  # fmt: skip
+    patch: str,
+    base: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    parts: Mapping[int, "Parts"],
+    config: "ReferenceConfig",
+) -> list[dict[str, object]]:
     """Observations of one build, as `longrecall attribute --evidence` reads them."""
-    made = [_exponent_row(patch, own, parts, factor, hash_layers)]
+    made = [_exponent_row(patch, own, parts, config.routed_scaling_factor, config.num_hash_layers)]
     shifts = {name: _relative(own[name], base[name]) for name in base if name.startswith("mix")}
     where = max(shifts, key=lambda name: shifts[name])
     worst, what = shifts[where], where.rpartition(".")[2]
     made.append(_row(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e} ({what})"))
-    made.append(_selection_row(patch, base, own, topk))
+    made.append(_selection_row(patch, base, own, config.index_topk))
     apart = {n: (float(own[f"decode{n}"].mean()), float(base[f"decode{n}"].mean())) for n in DECODE_AT}
     told = ", ".join(f"{a:.3f} at {n} tokens (base {b:.3f})" for n, (a, b) in apart.items())
     excess = max(max(a - 2 * b, 0.0) for a, b in apart.values())
@@ -295,7 +299,8 @@ def gather(
     """(build, its observations), each as soon as it is measured; `builds` maps a build to its interpreter and
     environment, "base" among them.
 
-    work: an empty folder for what the processes exchange.
+    work: an empty folder for what the processes exchange. Raises RuntimeError in the end, when all others are measured,
+    for builds that failed.
     """
     from longrecall.runners.reference.config import ReferenceConfig
 
@@ -310,19 +315,24 @@ def gather(
         python, env = builds[name]
         run_build(python, env, folder, inputs, paths[name])
 
+    failed = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # one thread a build, in a process of its own
-        done = pool.map(run, names)
-        next(done)
-        base = load_file(paths["base"])
-        for name, _ in zip(names[1:], done, strict=True):
-            own = load_file(paths[name])
-            yield (
-                name,
-                rows_of(
-                    name, base, own, parts, config.routed_scaling_factor, config.num_hash_layers, config.index_topk
-                ),
-            )
-            paths[name].unlink()
+        done = {name: pool.submit(run, name) for name in names}
+        try:
+            done.pop("base").result()
+            base = load_file(paths["base"])
+            for name, measured in done.items():
+                try:
+                    measured.result()
+                except RuntimeError as error:
+                    failed.append(f"{name}: {error}")
+                    continue
+                yield name, rows_of(name, base, load_file(paths[name]), parts, config)
+                paths[name].unlink()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # nothing more is begun for a caller that is gone
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from longrecall.kernels.moe import Parts
+from longrecall.runners.reference.config import ReferenceConfig
 from longrecall.runners.reference.evidence import DECODE_AT, DECODE_STEPS, MIXED_LAYERS, MOE_LAYERS, ROWS, rows_of
 
 FACTOR, TOPK = 2.5, 32
+CONFIG = ReferenceConfig(routed_scaling_factor=FACTOR, num_hash_layers=3, index_topk=TOPK)
 WANTED = {"scale_exponent", "mhc_shift", "selection_shift", "decode_shift", "kv_shift"}
 
 
@@ -38,7 +40,7 @@ def build(**faults: float) -> dict[str, Tensor]:
 
 
 def signs(**faults: float) -> dict[str, float]:
-    rows = rows_of("p", build(), build(**faults), parts(), FACTOR, 3, TOPK)
+    rows = rows_of("p", build(), build(**faults), parts(), CONFIG)
     assert {row["feature"] for row in rows} == WANTED and all(row["source"] == "in-process" for row in rows)
     return {str(row["feature"]): float(str(row["estimate"])) for row in rows}
 
