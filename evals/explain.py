@@ -22,7 +22,7 @@ from longrecall.evals.attribute import (
 )
 from longrecall.evals.cells import Cells, make_cells
 from longrecall.evals.next_arm import unavailable
-from longrecall.evals.replies import REPEATABLE, Replies, replies_of
+from longrecall.evals.replies import Replies, as_alike, replies_of
 from longrecall.evals.schema import Attribution, Observation
 from longrecall.evals.scores_file import ScoresError
 from longrecall.evals.stored_run import StoredRun, load_run
@@ -118,15 +118,20 @@ def attribute_patches(
 
 
 def joined_runs(first: StoredRun, later: StoredRun) -> StoredRun | None:
-    """The first run with the later one's new builds; None where the two did not ask the same of the same base."""
+    """The first run with the later one's new builds; None where the two did not ask the same of the same base.
+
+    The base is the same where it answers as in the first run, as often as there it answers as the base again.
+    """
     if not (set(later.order) <= set(first.order) and set(later.rungs) <= set(first.rungs)):
         return None
     known = {b.build_id for b in first.builds}
     new = [b for b in later.builds if b.build_id not in known and b.role not in ("base", "aa")]
-    mine, theirs = _replies(first).of(_base(first)), _replies(later).of(_base(later))
+    replies = _replies(first)
+    mine, theirs = replies.of(_base(first)), _replies(later).of(_base(later))
     pairs = [(mine[k].text, theirs[k].text) for k in mine.keys() & theirs.keys()]
     equal = [a == b for a, b in pairs if a is not None and b is not None]
-    if not new or not equal or sum(equal) < REPEATABLE * len(equal):
+    again = replies.same(_base(first), f"{_base(first)}-again") or (1, 1)
+    if not new or not equal or not as_alike((sum(equal), len(equal)), again):
         return None
     rows = later.scores.filter(pc.is_in(later.scores["build_id"], pa.array([b.build_id for b in new])))
     name = first.scores["run_id"][0].as_py() if first.scores.num_rows else first.run_id

@@ -5,6 +5,7 @@ away, patched and base build therefore give the same replies under it, one for o
 shows; recall alone would need dozens.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ from longrecall.evals.schema import MISSING, Observation
 REPEATABLE = 0.98
 """Share of equal replies of base and base again from which on an engine repeats itself."""
 ALL_THE_SAME = 0.97
+LEAST_REPEATABLE = 0.8
+"""Of an engine that repeats itself less than this, equal replies say nothing."""
 FEWEST_REPLIES = 16
 MODULI = (4, 64, 128, 256)
 """Compressor blocks, pages and chunks of the engines served here."""
@@ -96,21 +99,37 @@ def replies_of(table: pa.Table, arm: str) -> Replies:
     return Replies(table.filter(pc.equal(table["arm"], arm)) if table.num_rows else table)
 
 
+def as_alike(equal: tuple[int, int], again: tuple[int, int]) -> bool:
+    """Whether replies are as often equal as those of the base and the base again, but for chance (three sigma).
+
+    Both as (equal replies, replies). Batches that fall otherwise round otherwise: a served base says the same twice in
+    93 to 100 % of the questions.
+    """
+    share, n = again[0] / again[1], equal[1]
+    return equal[0] >= REPEATABLE * n or equal[0] >= n * share - 3 * math.sqrt(n * share * (1 - share))
+
+
 def same_under(replies: Replies, baseline: str, patch: str, suffix: str) -> tuple[bool, str] | None:
     """Whether an intervention makes patch and base give the same replies, and the counts behind it.
 
-    None where that says nothing: an engine that does not repeat itself, replies that do not differ without the
+    None where that says nothing: an engine that does not repeat itself, replies that hardly differ without the
     intervention either, too few replies, or a base that says the same thing to most questions under it.
     """
     there, here = f"{patch}--{suffix}", f"{baseline}--{suffix}"
     again = replies.same(baseline, f"{baseline}-again")
     plain, under = replies.same(baseline, patch), replies.same(here, there)
-    if again is None or plain is None or under is None or again[0] < REPEATABLE * again[1]:
+    if again is None or plain is None or under is None or again[0] < LEAST_REPEATABLE * again[1]:
         return None
     if under[1] < FEWEST_REPLIES or plain[0] > 0.9 * plain[1] or replies.varied(here) < 0.4:
         return None
     said = f"{under[0]} of {under[1]} replies equal the base's under {suffix}, {plain[0]} of {plain[1]} without"
-    return under[0] >= ALL_THE_SAME * under[1], said
+    if again[0] >= REPEATABLE * again[1]:
+        return under[0] >= ALL_THE_SAME * under[1], said
+    n, without = under[1], plain[0] / plain[1]
+    by_chance = (round(n * without + 3 * math.sqrt(n * without * (1 - without))), n)
+    if as_alike(by_chance, again):
+        return None  # as many equal replies could be seen without the intervention
+    return as_alike(under, again), f"{said}, {again[0]} of {again[1]} of the base's own again"
 
 
 def observe_replies(replies: Replies, baseline: str, patch: str) -> list[Observation]:

@@ -174,6 +174,7 @@ def calibrate_reference(options: ReferenceOptions, watcher: Watcher) -> Referenc
         asked[name].append("in-process")
     for number in range(1, options.rounds + 1):
         wanted = arms_wanted(attribute_patches(runs, drawn, not_next=NOT_SERVED))
+        wanted = [(name, suffix) for name, suffix in wanted if suffix not in asked[name]]  # it said nothing once
         if not wanted:
             break
         for name, suffix in wanted:

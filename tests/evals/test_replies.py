@@ -66,6 +66,28 @@ def test_an_arm_under_which_replies_still_differ_takes_nothing_away():
     assert same_under(replies_of(arms(OTHER, half), "warm"), "base", "patch", "scaling-1")[0] is False
 
 
+def nearly(texts, unlike):
+    """The same replies, but for the first few."""
+    return [*(f"v{i}" for i in range(unlike)), *texts[unlike:]]
+
+
+@pytest.mark.parametrize(("unlike", "gone"), [(0, True), (12, True), (30, False)])
+def test_where_batches_round_otherwise_an_arm_is_held_against_the_bases_own_repetition(unlike, gone):
+    scores = arms(OTHER, nearly(OTHER, unlike), again=nearly(UNLIKE, 6))
+    found, detail = same_under(replies_of(scores, "warm"), "base", "patch", "scaling-1")
+    assert found is gone and "90 of 96 of the base's own again" in detail
+
+
+def test_a_patch_that_differs_hardly_more_than_the_base_itself_cannot_be_seen_by_equal_replies():
+    scores = arms(OTHER, OTHER, again=nearly(UNLIKE, 12))
+    place = scores.column_names.index("reply_hash")
+    builds, hashes = scores["build_id"].to_pylist(), scores["reply_hash"].to_pylist()
+    own = iter(nearly(UNLIKE, 22))
+    hashes = [next(own) if b == "patch" else h for b, h in zip(builds, hashes, strict=True)]
+    scores = scores.set_column(place, "reply_hash", pa.array(hashes))
+    assert same_under(replies_of(scores, "warm"), "base", "patch", "scaling-1") is None
+
+
 @pytest.mark.parametrize(
     ("scores", "why"),
     [
