@@ -28,13 +28,17 @@ class Progress(Watcher):
         self.quiet = quiet
         self._started = time.monotonic()
         self._campaign: Campaign | None = None
-        self._planned = self._per_build = self._done = self._stored = 0
-        self._right: Counter[tuple[str, int]] = Counter()
-        self._counted: Counter[tuple[str, int]] = Counter()
-        self._missing: Counter[str] = Counter()
+        self._planned = self._per_build = 0
+        self._forget()
         self._live: Live | None = None
         self._asking_since = 0.0
         self._last_line = 0.0
+
+    def _forget(self) -> None:
+        self._done = self._stored = 0
+        self._right: Counter[tuple[str, int]] = Counter()
+        self._counted: Counter[tuple[str, int]] = Counter()
+        self._missing: Counter[str] = Counter()
 
     def note(self, text: str) -> None:
         if self.quiet:
@@ -44,6 +48,7 @@ class Progress(Watcher):
 
     def begin(self, campaign: Campaign, planned: int, per_build: int) -> None:
         self._campaign, self._planned, self._per_build = campaign, planned, per_build
+        self._forget()  # one command may ask several campaigns
         self._asking_since = time.monotonic()
         if not self.quiet and self.console.is_terminal:
             self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=2, transient=False)
