@@ -14,7 +14,7 @@ import re
 from collections.abc import Container
 from typing import NamedTuple
 
-from longrecall.evals.owners import People, is_of_another, names_the_asked, of_the_asked
+from longrecall.evals.owners import People, names_the_asked, not_of_others, of_the_asked
 from longrecall.evals.schema import Outcome
 from longrecall.evals.values import Kind, Mention, canonical, clean, edit_distance, kind_of, read_values
 from longrecall.needles.schema import Conversation, Probe
@@ -112,7 +112,7 @@ def grade(
 
 def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Container[str], *, cut: bool) -> Grade:
     if _is_abstention(probe):
-        return _grade_abstention(body, conversation, foreign, cut=cut)
+        return _grade_abstention(body, probe, conversation, foreign, cut=cut)
     kind = kind_of(probe.gold)
     if kind == "verbatim":
         return _grade_verbatim(body, probe, cut=cut)
@@ -143,8 +143,9 @@ def _answer(body: str, probe: Probe, conversation: Conversation, foreign: Contai
     wrong = [m for m in chosen if m.canonical not in reader.gold]
     if not wrong and all(_DENIED_BEFORE.search(segment[: m.start]) for m in values if m.canonical in reader.gold):
         return Grade("other", reader.written(segment, chosen[0]))  # "it is not 48213"
-    if not wrong and not probe.answer_prefix and is_of_another(segment, chosen[0], told, reader.people):
-        if not names_the_asked(segment, reader.people) or _REFUSAL.search(segment):
+    if not wrong and not probe.answer_prefix and reader.people.asked:
+        ours = chosen[0] in not_of_others(segment, told, reader.people)
+        if not ours and (not names_the_asked(segment, reader.people) or _REFUSAL.search(segment)):
             return Grade("other", reader.written(segment, chosen[0]))  # "Bob's code is 48213"
     if not wrong:
         return Grade("ok", reader.written(segment, chosen[0]))
@@ -168,28 +169,38 @@ def _is_abstention(probe: Probe) -> bool:
     return probe.live_fact is None and (not probe.gold.strip() or "abst" in probe.kind or "absent" in probe.kind)
 
 
-def _grade_abstention(body: str, conversation: Conversation, foreign: Container[str], *, cut: bool) -> Grade:
-    """Ok is to say that nothing was said; any value is an invention, named by where it comes from."""
+def _grade_abstention(
+    body: str, probe: Probe, conversation: Conversation, foreign: Container[str], *, cut: bool
+) -> Grade:
+    """Ok is to say that nothing was said; any value is an invention, named by where it comes from.
+
+    Except beside a refusal, of somebody else: "You never told me Ada's code; Bob's is 90577."
+    """
     values = [v for fact in conversation.facts for v in (fact.value, *fact.aliases) if v]
     if is_loop(body):
         return Grade("loop", None)
     kinds: set[Kind] = ({kind_of(v) for v in values} - {"verbatim"}) | {"digits"}
     planted = {canonical(v) for v in values}
     words = min(4, max((len(v.split()) for v in planted), default=1))
-    seen = {m.canonical: body[m.start : m.end] for kind in kinds for m in read_values(body, kind, max_words=words)}
+    refused = _REFUSAL.search(body) is not None
+    seen: dict[str, str] = {}
+    for kind in sorted(kinds):
+        mentions = read_values(body, kind, max_words=words)
+        if refused:
+            # "Sorry, it is 70011" invents all the same; a word of another conversation may stand in any refusal
+            mentions = [m for m in mentions if m.canonical in planted or _digits(m.canonical) >= 3]
+            mentions = not_of_others(body, mentions, _people(probe, conversation))
+        seen |= {m.canonical: body[m.start : m.end] for m in mentions}
     for value, written in seen.items():
         if value in planted:
             return Grade("distractor", written)
-    refused = _REFUSAL.search(body) is not None
-    # "Sorry, it is 70011" invents all the same; a word of another conversation may stand in any refusal
-    told = {value: written for value, written in seen.items() if not refused or _digits(value) >= 3}
-    for value, written in told.items():
+    for value, written in seen.items():
         if value in foreign:
             return Grade("foreign", written)
     if refused:
         lengths = {_digits(value) for value in planted}
         dates = _dates_in(body)
-        for value, written in told.items():
+        for value, written in seen.items():
             if value.isdigit() and len(value) in lengths and not any(written in date for date in dates):
                 return Grade("other", written)
         return Grade("ok", None)

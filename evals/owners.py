@@ -97,10 +97,13 @@ def of_the_asked(text: str, mentions: list[Mention], people: People) -> list[Men
     return None
 
 
-def is_of_another(text: str, mention: Mention, mentions: list[Mention], people: People) -> bool:
-    """The value is plainly told of a person whom the question is not about."""
-    owner = owners(text, mentions, people.named)[mentions.index(mention)]
-    return owner is not None and owner.plain and bool(people.asked) and owner.name not in people.asked | people.right
+def not_of_others(text: str, mentions: list[Mention], people: People) -> list[Mention]:
+    """The values that are not plainly told of a person whom the question is not about."""
+    told = owners(text, mentions, people.named)
+    ours = people.asked | people.right
+    return [
+        m for m, owner in zip(mentions, told, strict=True) if not (owner and owner.plain and owner.name not in ours)
+    ]
 
 
 def names_the_asked(text: str, people: People) -> bool:

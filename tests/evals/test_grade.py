@@ -222,6 +222,18 @@ def test_the_gold_told_of_somebody_else_is_not_the_answer(values, form):
     assert grade(f"{told['Bob']}. So is Ada's.", "stop", None, probe, conversation).outcome == "ok"
 
 
+@given(st.lists(five_digits, min_size=2, max_size=2, unique=True), st.sampled_from(TELLINGS), st.sampled_from(JOINTS))
+def test_a_refusal_may_tell_the_values_of_others_and_no_value_of_its_own(values, form, joint):
+    _, conversation = _ask_of_ada({"Ada": values[0], "Bob": values[1]})
+    probe = _probe("", live=None, kind="abstention", question="What is the locker code of Zoe?")
+    refusal = "You never told me the locker code of Zoe. "
+    told = [form.format(name=name, value=value) for name, value in zip(("Ada", "Bob"), values, strict=True)]
+    assert grade(refusal + joint.join(told), "stop", None, probe, conversation).outcome == "ok"
+    assert grade(joint.join(told), "stop", None, probe, conversation).outcome == "distractor"
+    own = form.format(name="Zoe", value=values[1])
+    assert grade(refusal + own, "stop", None, probe, conversation).outcome == "distractor"
+
+
 def test_a_chain_or_the_next_in_order_is_told_of_the_person_it_ends_at():
     hop = _conversation("48213", "90577")
     facts = (
