@@ -6,6 +6,7 @@ longrecall calibrate --reps 2000
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -233,7 +234,7 @@ def _serve_next(runs: list[Path], found: "Sequence[Attribution]", *, dry_run: bo
         ]
     except ScoresError as error:
         _fail(error)
-    typer.echo(f"longrecall {' '.join(command[2:])}")
+    typer.echo(f"longrecall {shlex.join(command[2:])}")
     if dry_run:
         return
     done = subprocess.run([sys.executable, *command], check=False, stdout=subprocess.PIPE, text=True)
@@ -288,7 +289,8 @@ def _same_questions(run: Path, feature: str) -> list[str]:
         "--conversations", str(min(len(stored.order), ARM_CONVERSATIONS)),
         "--recipe", str(recipe), "--seed", str(seed), "--runs-dir", str(folder),
         "--arms", ",".join(next_client_arms(feature)),
-        "--template-args", json.dumps(campaign.get("template_args", {})),
+        *(["--model-folder", folder_of_model] if (folder_of_model := campaign.get("model_folder")) else []),
+        *(["--template-args", json.dumps(variables)] if (variables := campaign.get("template_args")) else []),
     ]  # fmt: skip
 
 

@@ -176,6 +176,8 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         repeats=options.repeats,
         max_tokens=max_tokens,
         template_args=dict(options.template_args),
+        model_folder=str(options.model_folder) if options.model_folder is not None else None,
+        only=options.only,
         verdict=VerdictConfig(margin=margin),
         onset_tokens=patchset.onset_tokens or engine.onset_tokens,
         concurrency=options.concurrency,

@@ -60,6 +60,10 @@ class Campaign:
     """Whether a build was asked no further once its e-values had decided."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """Variables given to the chat template besides the messages: the thinking policy."""
+    model_folder: str | None = None
+    """The model folder that was named; None: the engine's own."""
+    only: tuple[str, ...] = ()
+    """The patches of the patchset that were asked for; empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

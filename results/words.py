@@ -176,7 +176,7 @@ def commands(campaign: Campaign, report: Report) -> str:
 
 DEFAULTS: dict[str, object] = {
     "recipe": "reference", "arms": ("warm",), "repeats": 1, "max_tokens": 16, "block_size": 4, "concurrency": 64,
-    "gold_logprobs": False, "stop_early": False, "template_args": {},
+    "gold_logprobs": False, "stop_early": False, "template_args": {}, "model_folder": None, "only": (),
 }  # fmt: skip
 """Settings of a campaign that its command line leaves out."""
 
@@ -189,14 +189,13 @@ def _settings(campaign: Campaign) -> str:
         if value == default:
             continue
         flag = f" --{name.replace('_', '-')}"
-        text = (
-            ",".join(value)
-            if isinstance(value, tuple)
-            else json.dumps(value)
-            if isinstance(value, dict)
-            else str(value)
-        )
-        parts.append(flag if value is True else f"{flag} {shlex.quote(text)}")
+        if name == "only":
+            parts += [f"{flag} {shlex.quote(patch)}" for patch in value]
+        elif isinstance(value, dict):
+            parts.append(f"{flag} {shlex.quote(json.dumps(value))}")
+        else:
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            parts.append(flag if value is True else f"{flag} {shlex.quote(text)}")
     return "".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 
 import numpy as np
 import pyarrow as pa
@@ -302,6 +303,18 @@ def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
     assert (path.parent / by_id[f"rotation--{suffix}"].diffs[0]).is_file()
     arm, base = by_id[f"rotation--{suffix}"], by_id[f"base--{suffix}"]
     assert (arm.args, arm.model_override) == (base.args, base.model_override) != ((), {})
+
+
+def test_next_arm_serves_the_model_of_the_run_with_its_thinking_policy(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
+    assert "--model-folder" not in run_command("attribute", str(run), "--next", "--dry-run").stdout
+    campaign = json.loads((run / "campaign.json").read_text())
+    campaign |= {"model_folder": "/models/my own", "template_args": {"enable_thinking": False}}
+    (run / "campaign.json").write_text(json.dumps(campaign))
+    told = run_command("attribute", str(run), "--next", "--dry-run").stdout.splitlines()[-1]
+    words = shlex.split(told)
+    assert words[words.index("--model-folder") + 1] == "/models/my own"
+    assert json.loads(words[words.index("--template-args") + 1]) == {"enable_thinking": False}
 
 
 def arm_of(run, feature, engine):

@@ -3,8 +3,10 @@
 import io
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from longrecall.results.main import build_app
 from longrecall.results.report import assemble, write_reports
 from longrecall.results.report_command import print_summary
 from longrecall.results.run_folder import load_report
-from longrecall.results.words import VERDICT_WORDS, interval, signed
+from longrecall.results.words import VERDICT_WORDS, commands, interval, signed
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,16 @@ def test_command_prints_one_json_document_last(run_dir: Path) -> None:
     last = json.loads(result.output.splitlines()[-1])
     assert last["verdicts"]["index-rotation-one-sided"] == "culprit"
     assert (run_dir / "charts" / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_commands_to_reproduce_name_the_model_and_the_patches_asked_for(run_dir: Path, campaign40: Any) -> None:
+    own = replace(
+        campaign40.campaign, model_folder="/models/my own", only=("noop", "topk-256"), template_args={"thinking": False}
+    )
+    words = shlex.split(commands(own, load_report(run_dir)).split("\n\n")[0].splitlines()[-1])
+    assert words[words.index("--model-folder") + 1] == "/models/my own"
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--only"] == ["noop", "topk-256"]
+    assert json.loads(words[words.index("--template-args") + 1]) == {"thinking": False}
 
 
 def test_summary_on_80_columns_cuts_nothing(run_dir: Path) -> None:
