@@ -10,12 +10,12 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from longrecall.evals.designs import Combination, Design, DesignError, combinations_of
+from longrecall.needles.whole_file import write_text
 from longrecall.runners.diffs import DiffError, FileDiff, apply_to_text, parse_diff
 from longrecall.runners.patchset import read_diffs
 from longrecall.runners.schema import Patch, PatchSet
@@ -168,20 +168,11 @@ def write_design(patchset: PatchSet, design: Design, path: Path, *, root: Path) 
             lines.append(f"changes = {json.dumps(changes)}")
     files[path] = "\n".join(lines) + "\n"  # last: where it is, its diffs are
     for file, text in files.items():
-        _write(file, text)
+        try:
+            write_text(file, text)
+        except OSError as error:
+            raise DesignError(f"cannot write {file}: {error.strerror}") from None
     return combos
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise DesignError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _check_applies(patchset: PatchSet, patch: Patch, root: Path) -> None:

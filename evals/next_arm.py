@@ -12,6 +12,7 @@ from longrecall.evals.attribute import AGAIN, ARMS, REPAIRS
 from longrecall.evals.causes import IN_PROCESS
 from longrecall.evals.schema import NextArm
 from longrecall.evals.scores_file import ScoresError
+from longrecall.needles.whole_file import write_text
 
 RESIDUES = 4
 """Neighbouring prompt lengths of the residue arm: every residue modulo 4, and as many places in a page or chunk."""
@@ -160,9 +161,7 @@ def write_arms(run: Path, wanted: Sequence[tuple[str, str]], path: Path, *, name
         changes = [*(source.get("changes") or ()), *settings.changes]
         if changes:
             lines.append(f"changes = {json.dumps(sorted(set(changes)))}")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _campaign(run: Path) -> dict[str, Any]:

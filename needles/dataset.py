@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from longrecall.needles.collection import no_collection
 from longrecall.needles.schema import SCHEMA_VERSION, Ask, Conversation, Fact, Probe, Role, Turn
+from longrecall.needles.whole_file import write_text
 
 _TURN = pa.struct(
     [
@@ -401,19 +402,6 @@ def write_set(conversations: Iterable[Conversation], folder: str | Path, *, over
     write_text(target / "README.md", CARD.format(**shown))
     write_text(target / "set.json", json.dumps(facts, indent=1) + "\n")
     return written
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def set_file(path: str | Path) -> Path:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from longrecall.needles.whole_file import write_text
 from longrecall.runners.diffs import DiffError, apply_diff
 from longrecall.runners.engines import ROOT, SOURCE_SUFFIXES, BaseSource, Engine, is_volatile
 from longrecall.runners.patchset import read_diffs, read_source_patcher
@@ -404,10 +405,7 @@ def patch_env(patchset: PatchSet, patch: Patch | None) -> dict[str, str]:
     # By its content, so that the file a server reads is the one of the manifest, whatever is edited meanwhile.
     file = cache_dir() / "source-patchers" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
+        write_text(file, text)
     return {SOURCE_PATCHER_ENV: str(file), **patch.env}
 
 

@@ -11,7 +11,6 @@ log-probability, and how far the first token's lies from base's.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from longrecall.needles.whole_file import write_text
 from longrecall.results.run_folder import load_replays
 
 BASE = "base"
@@ -77,9 +77,7 @@ def publish(model: Path, log: Path, run: Path, agreement: Path, evidence: Path, 
     found["beside_base.json"] = json.dumps(beside_base(run), indent=1) + "\n"
     out.mkdir(parents=True, exist_ok=True)
     for name, text in found.items():
-        part = out / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, out / name)
+        write_text(out / name, text)
     return sorted(found)
 
 

@@ -17,7 +17,6 @@ import codecs
 import hashlib
 import json
 import mmap
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
+
+from longrecall.needles.whole_file import write_text
 
 SPACE = "\u2581"  # SentencePiece's stand-in for a space; typed by a user it comes back as a space, there as here
 
@@ -235,18 +236,8 @@ def write_tokenizer(gguf_path: Path, folder: Path) -> None:
         "model_max_length": header.get("gemma3.context_length"),
         "chat_template": CHAT_TEMPLATE,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
-    _write(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_text(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+    write_text(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
 
 def _raise_exception(message: str) -> None:
