@@ -367,6 +367,9 @@ def calibrate(
         "results/runs/calibration-reference"
     ),
     servers_at_once: Annotated[int | None, typer.Option(min=1, help="With --reference: builds up at a time.")] = None,
+    unseen: Annotated[
+        Path | None, typer.Option(help="With --reference: leave out what the calibration in this folder drew.")
+    ] = None,
 ) -> None:
     """Measure the error rates of the verdicts by simulation, beside those of tests that are not used and why.
 
@@ -383,7 +386,12 @@ def calibrate(
         from longrecall.results.calibrate_reference import ReferenceOptions
 
         options = ReferenceOptions(
-            folder=folder, faults=faults, seed=seed, conversations=conversations, servers_at_once=servers_at_once
+            folder=folder,
+            faults=faults,
+            seed=seed,
+            unseen=unseen,
+            conversations=conversations,
+            servers_at_once=servers_at_once,
         )
         _calibrate_reference(options, as_json=as_json)
         return

@@ -102,19 +102,30 @@ def attribute_patches(
         own = {o.feature: o for o in observe(cells, base, name, onset=first.onset_tokens, replies=replies)}
         better = _most_exact([o for o in extra if o.feature not in own or o.stderr < own[o.feature].stderr])
         replaced = {o.feature for o in better}
-        made.append(
-            attribute(
-                cells,
-                base,
-                name,
-                onset=first.onset_tokens,
-                replies=replies,
-                more=better,
-                without=tuple(replaced & set(own)),
-                unavailable=out_of_reach,
-            )
+        found = attribute(
+            cells,
+            base,
+            name,
+            onset=first.onset_tokens,
+            replies=replies,
+            more=better,
+            without=tuple(replaced & set(own)),
+            unavailable=out_of_reach,
         )
+        unread = [run.path.name for run in apart if _only_arms_of(run, name)]
+        if unread:
+            told = (
+                f"; the arms of {', '.join(unread)} are not read: its base answers otherwise than {first.path.name}'s"
+            )
+            found = replace(found, sentence=found.sentence + told)
+        made.append(found)
     return tuple(made)
+
+
+def _only_arms_of(run: StoredRun, patch: str) -> bool:
+    """Whether a run serves interventions on a patch and not the patch itself: alone it says nothing of them."""
+    names = [b.build_id for b in run.builds]
+    return patch not in names and any(is_arm(n) and n.rpartition("--")[0] == patch for n in names)
 
 
 def joined_runs(first: StoredRun, later: StoredRun) -> StoredRun | None:

@@ -103,10 +103,10 @@ def as_alike(equal: tuple[int, int], again: tuple[int, int]) -> bool:
     """Whether replies are as often equal as those of the base and the base again, but for chance (three sigma).
 
     Both as (equal replies, replies). Batches that fall otherwise round otherwise: a served base says the same twice in
-    93 to 100 % of the questions.
+    93 to 100 % of the questions, and no number of equal replies shows that it always will.
     """
-    share, n = again[0] / again[1], equal[1]
-    return equal[0] >= REPEATABLE * n or equal[0] >= n * share - 3 * math.sqrt(n * share * (1 - share))
+    share, n = min(again[0] / again[1], REPEATABLE), equal[1]
+    return equal[0] >= n * share - 3 * math.sqrt(n * share * (1 - share))
 
 
 def same_under(replies: Replies, baseline: str, patch: str, suffix: str) -> tuple[bool, str] | None:

@@ -64,6 +64,8 @@ class ReferenceOptions:
     faults: int = 26
     """Drawn; about one in five costs nothing on this model."""
     seed: int = 0
+    unseen: Path | None = None
+    """Draw from the faults that the calibration in this folder did not draw."""
     conversations: int = 12
     arm_conversations: int = 4
     rounds: int = 5
@@ -124,10 +126,25 @@ class ReferenceCalibration:
         return enough and not self.of("exonerated") and not any(f.verdict == "culprit" for f in self.harmless)
 
 
-def draw_faults(n: int, seed: int) -> list[ReferenceFault]:
-    """n faults of the catalogue at random, and the two controls."""
+def draw_faults(n: int, seed: int, known: frozenset[str] = frozenset()) -> list[ReferenceFault]:
+    """n faults of the catalogue at random (as many as there are), none of the `known`."""
     order = random.Random(f"faults/{seed}").sample(FAULTS, len(FAULTS))
-    return order[:n] + [f for f in order[n:] if f.name in (CONTROL, OTHER_CONTROL)]
+    return [f for f in order if f.name not in known][:n]
+
+
+def with_controls(drawn: Sequence[ReferenceFault]) -> list[ReferenceFault]:
+    """The faults drawn, and behind them the controls that were not."""
+    return [*drawn, *(f for f in FAULTS if f not in drawn and f.name in (CONTROL, OTHER_CONTROL))]
+
+
+def faults_of(folder: Path) -> frozenset[str]:
+    """The faults that a finished calibration drew. Raises ValueError when the folder holds none."""
+    path = folder / "calibration.json"
+    try:
+        stored = json.loads(path.read_bytes())
+        return frozenset(fault["name"] for fault in (*stored["drawn"], *stored["harmless"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no finished calibration ({error})") from None
 
 
 def write_catalogue(folder: Path, faults: Sequence[ReferenceFault]) -> Path:
@@ -157,11 +174,13 @@ def calibrate_reference(options: ReferenceOptions, watcher: Watcher) -> Referenc
     Writes calibration.json into the folder.
     """
     folder = options.folder
-    served = draw_faults(options.faults, options.seed)
+    known = faults_of(options.unseen) if options.unseen else frozenset()
+    chosen = draw_faults(options.faults, options.seed, known)
+    served = with_controls(chosen)
     patchset = write_catalogue(folder, served)
     run = _serve(options, patchset, folder / "catalogue", options.conversations, watcher)
     verdicts = {fault.name: judge_alone(run, fault.name) for fault in served}
-    drawn = [f.name for f in served[: options.faults] if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
+    drawn = [f.name for f in chosen if worst_loss(verdicts[f.name][1]) >= LEAST_LOSS]
     watcher.note(f"{len(drawn)} of the faults drawn cost {100 * LEAST_LOSS:.0f} points or more")
     ladder = attribute_patches([run], drawn, in_process=False, not_next=NOT_SERVED)
     runs, asked = [run], {name: list[str]() for name in drawn}

@@ -6,7 +6,7 @@ import pytest
 
 from longrecall.evals.attribute import observe
 from longrecall.evals.cells import make_cells
-from longrecall.evals.replies import observe_replies, replies_of, same_under
+from longrecall.evals.replies import as_alike, observe_replies, replies_of, same_under
 from longrecall.evals.simulate import scores_of
 
 RUNGS = [448, 1024]
@@ -76,6 +76,14 @@ def test_where_batches_round_otherwise_an_arm_is_held_against_the_bases_own_repe
     scores = arms(OTHER, nearly(OTHER, unlike), again=nearly(UNLIKE, 6))
     found, detail = same_under(replies_of(scores, "warm"), "base", "patch", "scaling-1")
     assert found is gone and "90 of 96 of the base's own again" in detail
+
+
+@pytest.mark.parametrize(
+    ("equal", "again", "alike"),
+    [((39, 40), (120, 120), True), ((30, 40), (120, 120), False), ((36, 40), (112, 120), True), ((1, 1), (1, 1), True)],
+)
+def test_a_base_is_the_same_base_until_more_replies_differ_than_chance_explains(equal, again, alike):
+    assert as_alike(equal, again) is alike
 
 
 def test_a_patch_that_differs_hardly_more_than_the_base_itself_cannot_be_seen_by_equal_replies():

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import random
 
 import pytest
@@ -13,7 +14,9 @@ from longrecall.results.calibrate_reference import (
     ReferenceCalibration,
     arms_wanted,
     draw_faults,
+    faults_of,
     report_lines,
+    with_controls,
     write_catalogue,
 )
 from longrecall.runners.diffs import apply_to_text, parse_diff
@@ -41,8 +44,19 @@ def test_the_catalogue_is_a_patchset_and_the_draw_is_seeded(tmp_path):
     patchset = load_patchset(write_catalogue(tmp_path, FAULTS))
     assert [p.patch_id for p in patchset.patches] == [f.name for f in FAULTS] and patchset.onset_tokens == 272
     assert draw_faults(5, 0) == draw_faults(5, 0) != draw_faults(5, 1)
-    names = [f.name for f in draw_faults(5, 1)]
+    names = [f.name for f in with_controls(draw_faults(5, 1))]
     assert len(set(names)) == len(names) and {"scaling-twice", "scaling-twice-hash"} <= set(names)
+
+
+def test_a_second_draw_can_leave_out_what_an_earlier_calibration_drew(tmp_path):
+    first = [result(f.name) for f in draw_faults(20, 0)]
+    stored = dataclasses.asdict(calibration(first[:15], first[15:]))
+    (tmp_path / "calibration.json").write_text(json.dumps(stored))
+    known = faults_of(tmp_path)
+    second = {f.name for f in draw_faults(len(FAULTS), 1, known)}
+    assert len(known) == 20 and second == {f.name for f in FAULTS} - known
+    with pytest.raises(ValueError, match=r"calibration\.json: no finished calibration"):
+        faults_of(tmp_path / "nowhere")
 
 
 def attribution(patch, feature):
