@@ -37,6 +37,7 @@ from longrecall.runners.prompts import Prompts
 from longrecall.runners.replay import BuildGone, ReplayPlan, replay, unanswered
 
 STOP = ("\n",)
+"""Base models go on with the next line of the transcript."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ class _Asking:
             arms=campaign.arms,
             repeats=campaign.repeats,
             max_tokens=campaign.max_tokens,
-            stop=STOP,
+            stop=() if campaign.whole_replies else STOP,
             seed=campaign.seed,
             first=tuple(build.build_id for build in campaign.builds if build.role in ("base", "positive-control")),
             conversations_at_once=engine.ladders_at_once or campaign.block_size,
@@ -255,8 +256,9 @@ class _Asking:
             for build_id, endpoint in endpoints.items():
                 wrong = too_short(longest[build_id], self.campaign.rungs[-1], self.campaign.max_tokens)
                 wrong = wrong or await problem_of(
-                    endpoint, prompts, self.plan.conversations[0], str(self.plan.model.path)
-                )
+                    endpoint, prompts, self.plan.conversations[0], str(self.plan.model.path),
+                    whole_replies=self.campaign.whole_replies,
+                )  # fmt: skip
                 if wrong is not None:
                     log = self.servers[build_id].log if build_id in self.servers else None
                     tail = f"; its log ends:\n{log_tail(log)}" if log is not None else ""

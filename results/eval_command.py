@@ -81,6 +81,9 @@ def evaluate(
         ),
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Stream replies; records time to first token.")] = False,
+    whole_replies: Annotated[
+        bool, typer.Option("--whole-replies", help="Let replies end by themselves, not at their first line.")
+    ] = False,
     stop_early: Annotated[
         bool, typer.Option("--stop-early", help="Ask no more of a build once its e-values decide; fewer tokens.")
     ] = False,
@@ -130,6 +133,7 @@ def evaluate(
             in_process=in_process,
             stream=stream,
             stop_early=stop_early,
+            whole_replies=whole_replies,
             keep_servers=keep_servers,
         )
         wanted = parse_fail_on(fail_on)

@@ -77,6 +77,8 @@ class Options:
     """Ask for the right answer's log-probabilities after each reply."""
     stop_early: bool = False
     """Ask no more of a build once its e-values convict or exonerate it."""
+    whole_replies: bool = False
+    """Let replies end by themselves instead of at their first line."""
     inside: int = 0
     """Conversations that are looked at from inside (runners/inside.py)."""
     in_process: bool | None = False
@@ -139,7 +141,9 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         with_twins = conversations if "concat" in options.arms else ()
         twins = {item.conversation_id: concat_twin(item, haystack) for item in with_twins}
         prompts = make_prompts(ruler, twins, after_prompt=engine.begun_after_generation_prompt)
-        max_tokens = reply_tokens(conversations, ruler.encode_text, options.max_tokens)
+        max_tokens = reply_tokens(
+            conversations, ruler.encode_text, options.max_tokens, whole_replies=options.whole_replies
+        )
         options = replace(options, max_tokens=max_tokens)
     margin = patchset.margin or DEFAULT_MARGIN
     if options.stop_early and options.conversations < (
@@ -183,6 +187,7 @@ def make_plan(options: Options, stages: Stages, note: Callable[[str], None] = la
         concurrency=options.concurrency,
         gold_logprobs=options.gold_logprobs,
         stop_early=options.stop_early,
+        whole_replies=options.whole_replies,
     )
     return Plan(
         options=options, patchset=patchset, engine=engine, model=model, conversations=conversations,
@@ -274,6 +279,7 @@ def plan_key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: O
         "concurrency": options.concurrency,
         "gold_logprobs": options.gold_logprobs,
         "stop_early": options.stop_early,
+        "whole_replies": options.whole_replies,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 

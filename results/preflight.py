@@ -20,12 +20,19 @@ _MESSAGES: Messages = [
 ]
 _THINKING = ("<think", "<reasoning", "<thought")
 _LEAST_REPLY = 16
-_AFTER_ANSWER, _AROUND_ANSWER = 8, 32
-"""Tokens beside the answer: behind it where the reply was begun, around it in a sentence of the model's own."""
+_AFTER_ANSWER, _AROUND_ANSWER, _WHOLE = 8, 32, 256
+"""Tokens beside the answer: behind it where the reply was begun, around it in a sentence of the model's own, and in a
+reply that ends by itself."""
 _BEGUN = {"role": "assistant", "content": "The locker code of Ada is"}
 
 
-def reply_tokens(conversations: Sequence[Conversation], encode: Callable[[str], list[int]], given: int | None) -> int:
+def reply_tokens(
+    conversations: Sequence[Conversation],
+    encode: Callable[[str], list[int]],
+    given: int | None,
+    *,
+    whole_replies: bool = False,
+) -> int:
     """The longest reply to ask for: as given, else enough for the longest answer planted.
 
     Raises ValueError when what is given cuts that answer off: every such reply would be void.
@@ -34,7 +41,7 @@ def reply_tokens(conversations: Sequence[Conversation], encode: Callable[[str], 
     longest = max((len(encode(f" {gold}")) for gold in {probe.gold for probe in probes}), default=0)
     if given is None:
         begun = all(probe.answer_prefix for probe in probes)
-        return max(_LEAST_REPLY, longest + (_AFTER_ANSWER if begun else _AROUND_ANSWER))
+        return max(_LEAST_REPLY, longest + (_WHOLE if whole_replies else _AFTER_ANSWER if begun else _AROUND_ANSWER))
     if given < longest:
         raise ValueError(f"--max-tokens {given} cuts off answers: the longest one planted takes {longest} tokens")
     return given
@@ -50,7 +57,9 @@ def too_short(longest_context: int | None, rung: int, max_tokens: int) -> str | 
     )
 
 
-async def problem_of(endpoint: Endpoint, prompts: Prompts, example: Conversation, model_folder: str) -> str | None:
+async def problem_of(
+    endpoint: Endpoint, prompts: Prompts, example: Conversation, model_folder: str, *, whole_replies: bool
+) -> str | None:
     """What is wrong with a server that is about to be asked; None when it can be asked.
 
     The prompt has the form of the conversation's questions, and shares no content with them.
@@ -65,10 +74,11 @@ async def problem_of(endpoint: Endpoint, prompts: Prompts, example: Conversation
     )  # fmt: skip
     reply = await ask(endpoint, question, random.Random(0))
     if reply.error is None:
-        if (reply.text or "").lstrip().startswith(_THINKING):
+        if (reply.text or "").lstrip().startswith(_THINKING) and not whole_replies:
             return (
                 "it begins to think instead of answering, and a reply ends at its first line: turn thinking off, for"
-                """ example with --template-args '{"enable_thinking": false}'"""
+                """ example with --template-args '{"enable_thinking": false}', or let it think with --whole-replies"""
+                " --max-tokens 4096"
             )
         return None
     if error_class(reply.error) == "prompt-tokens":

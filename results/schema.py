@@ -58,6 +58,8 @@ class Campaign:
     """Whether the right answer's log-probabilities were asked for after each reply."""
     stop_early: bool = False
     """Whether a build was asked no further once its e-values had decided."""
+    whole_replies: bool = False
+    """Whether replies ended by themselves instead of at their first line."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """Variables given to the chat template besides the messages: the thinking policy."""
     model_folder: str | None = None

@@ -176,7 +176,8 @@ def commands(campaign: Campaign, report: Report) -> str:
 
 DEFAULTS: dict[str, object] = {
     "recipe": "reference", "arms": ("warm",), "repeats": 1, "max_tokens": 16, "block_size": 4, "concurrency": 64,
-    "gold_logprobs": False, "stop_early": False, "template_args": {}, "model_folder": None, "only": (),
+    "gold_logprobs": False, "stop_early": False, "whole_replies": False, "template_args": {}, "model_folder": None,
+    "only": (),
 }  # fmt: skip
 """Settings of a campaign that its command line leaves out."""
 

@@ -548,6 +548,18 @@ def test_the_thinking_policy_is_planted_sent_and_told(
     assert thinking.report.suite_hash != outcome.report.suite_hash
 
 
+def test_a_model_may_think_when_replies_end_by_themselves(launched: Callable[..., Options]) -> None:
+    options = launched('args = ["--thinks", "--first-token", "<think>"]\n' + BAD)
+    with pytest.raises(CampaignError, match=r"build base .* it begins to think .*--whole-replies"):
+        run_campaign(options, Watcher())
+    outcome = run_campaign(dataclasses.replace(options, whole_replies=True), Watcher())
+    assert outcome.gone == {} and run_folder.load_campaign(outcome.run_dir).max_tokens > 256
+    plain = run_campaign(launched(BAD), Watcher())
+    recalls = [[point.recall for point in run.report.curves] for run in (outcome, plain)]
+    assert recalls[0] == recalls[1] and max(recalls[0]) > 0.5, "what was thought is not graded"
+    assert "--whole-replies" in (outcome.run_dir / "report.md").read_text()
+
+
 def test_replies_have_room_for_the_longest_answer_planted(
     launched: Callable[..., Options], model: Path, tmp_path: Path
 ) -> None:

@@ -124,7 +124,11 @@ class Loopback:
             await asyncio.sleep(3600)
         if fault == "slow":
             await asyncio.sleep(0.05)
-        reply = self.completion(text, body, self.recall(text, question))
+        said = self.recall(text, question)
+        if self.options.thinks:
+            said = f"<think>\nThe code is not 12345.\n</think>\n{said}"
+            said = said.split(body["stop"][0])[0] if body.get("stop") else said
+        reply = self.completion(text, body, said)
         if fault == "no-choices":
             reply["choices"] = []
         if fault == "no-usage":
@@ -256,6 +260,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--extra-tokens", type=int, default=0)
     made.add_argument("--max-model-len", type=int)
     made.add_argument("--first-token", default=" 1")
+    made.add_argument("--thinks", action="store_true")
     made.add_argument("--template-error", action="store_true")
     return made
 
