@@ -35,6 +35,7 @@ def build(**faults: float) -> dict[str, Tensor]:
     made["selected5"] = rows.int()
     for length in DECODE_AT:
         made[f"decode{length}"] = torch.full((DECODE_STEPS,), 0.01 + faults.get("decode", 0.0))
+        made[f"packed{length}"] = torch.full((DECODE_STEPS,), 0.01 + faults.get("rounding", 0.0))
     made["kv"] = torch.ones(2, 30, 8) * (1 + faults.get("kv", 0.0))
     return made
 
@@ -55,6 +56,7 @@ def signs(**faults: float) -> dict[str, float]:
         ({"decode": 0.3}, "decode_shift", 0.3),
         ({"kv": 0.1}, "kv_shift", 0.1),
         ({}, "", 0.0),
+        ({"decode": 0.2, "rounding": 0.1}, "", 0.0),  # broken elsewhere: every rounding counts, in prefill as well
     ],
 )
 def test_a_fault_shows_in_its_own_part_alone(fault: dict[str, float], feature: str, size: float) -> None:
