@@ -4,7 +4,6 @@ Builds: base, base-again, a known-bad control, a known-harmless control, one pat
 loses everywhere, and innocent ones. Nothing here is used by the product.
 """
 
-import base64
 import fcntl
 import json
 import os
@@ -313,10 +312,6 @@ class Page:
                 windowsVirtualKeyCode=code,
                 text=text * (kind == "keyDown"),
             )
-
-    def screenshot(self, path: Path) -> None:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(data["data"]))
 
 
 class Chromium:
