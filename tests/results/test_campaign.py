@@ -30,7 +30,7 @@ from longrecall.results.plan import CampaignError, Options, make_plan
 from longrecall.results.watching import Stages, Watcher
 from longrecall.results.words import DEFAULTS
 from longrecall.runners import builds, engines
-from longrecall.runners.journal import key_of
+from longrecall.runners.journal import Journal, key_of
 from longrecall.runners.processes import HeldPort, Server, stop_all
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -151,7 +151,7 @@ def test_killed_with_9_and_run_again_the_report_is_the_same_and_nothing_is_doubl
 ) -> None:
     before = requests_seen(place)
     argv = command(patchset, model, tmp_path / "runs")
-    for answers in (60, 300):
+    for answers in (60, 200):
         process = subprocess.Popen(argv, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 100
         while journal_lines(tmp_path / "runs") < answers and time.monotonic() < deadline and process.poll() is None:
@@ -161,9 +161,14 @@ def test_killed_with_9_and_run_again_the_report_is_the_same_and_nothing_is_doubl
         process.wait(60)
     (run_dir,) = (tmp_path / "runs").iterdir()
     kept = (run_dir / "replays.jsonl").read_bytes()
+    broken_off = Journal(run_dir)
+    broken_off.close()
     done = run(argv)
     assert done.returncode == 0, done.stderr
-    assert "going on with" in done.stderr and "were in flight when the run was broken off" in done.stderr
+    assert "going on with" in done.stderr
+    # The kill may have met the moment between two blocks, when nothing is in flight.
+    lost = f"{len(broken_off.in_flight)} requests were in flight when the run was broken off"
+    assert (lost in done.stderr) == bool(broken_off.in_flight), done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert Path(line["run_dir"]) == run_dir and list((tmp_path / "runs").iterdir()) == [run_dir]
     assert (run_dir / "replays.jsonl").read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
