@@ -11,10 +11,10 @@ from longrecall.needles.elements import PlantError
 from longrecall.needles.haystack import Haystack
 from longrecall.needles.lint import Linter, lint
 from longrecall.needles.plant import concat_twin, ladder, make_conversations, make_haystack
-from longrecall.needles.recipes import BUILT_IN, Element, Recipe, recipe
+from longrecall.needles.recipes import BUILT_IN, ELEMENT_KINDS, FORMS, ROLES, Element, Recipe, recipe
 from longrecall.needles.render import Ruler, continues, messages_for
 from longrecall.needles.schema import Ask, Conversation
-from longrecall.needles.values import ValueSpaceError
+from longrecall.needles.values import VALUE_KINDS, ValueSpaceError
 
 # Content hashes of small sets: a change means that a published suite hash no longer names the same bytes. Raise
 # plant.GENERATOR_VERSION and say so in the changelog when that is meant.
@@ -409,3 +409,56 @@ def test_look_alikes_of_every_kind_can_be_planted(
     chosen = Recipe(name="alike", elements=(Element(count=3, distractors=6, look_alike=2, value=value),))
     hay = haystacks["tekken", "all"]
     assert lint(make_conversations(chosen, ruler=tekken, rungs=[900], count=3, seed=0, haystack=hay)) == []
+
+
+def random_recipe(rng: random.Random, name: str) -> Recipe:
+    """One to four elements of any kind, with any settings that fit together."""
+    elements = []
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.choice(ELEMENT_KINDS)
+        form, role = ("sentence", "user") if kind != "keys" else (rng.choice(FORMS), rng.choice(["user", "tool"]))
+        if kind in ("keys", "abstain") and form == "sentence":
+            role = rng.choice(ROLES)
+        elements.append(
+            Element(
+                kind=kind,  # type: ignore[arg-type]
+                count=rng.randint(1, 2 if kind == "verbatim" else 5),
+                value=rng.choice(VALUE_KINDS),
+                digits=rng.choice([4, 5, 8, 12]),
+                role=role,  # type: ignore[arg-type]
+                form=form,  # type: ignore[arg-type]
+                echo=rng.choice(["value", "noted"]),  # type: ignore[arg-type]
+                attributes=rng.randint(1, 3),
+                distractors=rng.choice([0, 1, 3]),
+                look_alike=rng.choice([None, 2, 4]),
+                length=rng.randint(1, 3),
+                tokens=rng.randint(50, 200),
+                probes=rng.choice([None, None, 2]),
+            )
+        )
+    return Recipe(
+        name=name,
+        elements=tuple(elements),
+        depth=rng.choice(["uniform", "grid", (5.0, 50.0)]),
+        scope=rng.choice(["first", "all"]),
+        split=rng.choice(["heldout", "all"]),
+        answer_prefix=rng.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_mixtures_are_exact_and_true(
+    part: int, tekken: Ruler, haystacks: dict[tuple[str, str], Haystack]
+) -> None:
+    rng = random.Random(f"mixtures {part}")
+    for draw in range(20):
+        chosen = random_recipe(rng, f"mixture-{part}-{draw}")
+        rungs = [4000, 4000 + rng.randint(1, 300), 4800]
+        hay = haystacks["tekken", chosen.split]
+        made = list(make_conversations(chosen, ruler=tekken, rungs=rungs, count=2, seed=draw, haystack=hay))
+        # what answers without reading score is the recipe's doing: no distractors, or more abstentions than facts
+        found = [p for p in lint(made) if p.rule not in ("last-value", "not-mentioned")]
+        assert found == [], chosen
+        for conversation in made:
+            for ask in {ask.rung: ask for ask in conversation.asks}.values():
+                assert len(encoded(tekken, conversation, ask)) == ask.rung, chosen
