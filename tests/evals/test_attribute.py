@@ -289,6 +289,16 @@ def test_what_a_look_inside_kept_in_the_run_folder_is_read_without_being_named(t
     assert "inside-evidence.json: not JSON" in run_command("attribute", str(run), str(later)).stderr
 
 
+def test_arms_of_a_run_whose_base_is_not_seen_to_be_the_same_are_said_not_to_be_read(tmp_path):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    later = store(tmp_path / "b", {"rotation--topk-x2": (0, 0, 0.97), "base--topk-x2": (0, 0, 0)}, seed=1)
+    (found,) = json.loads(run_command("attribute", str(run), str(later), "--json").stdout)
+    assert "topk_recovers" not in {o["feature"] for o in found["observations"]}
+    assert found["sentence"].endswith("; the arms of b are not read: its base answers otherwise than a's")
+    (alone,) = json.loads(run_command("attribute", str(run), "--json").stdout)
+    assert "not read" not in alone["sentence"]
+
+
 def test_next_arm_is_written_as_a_patchset_that_can_be_served(tmp_path):
     run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
     result = run_command("attribute", str(run), "--next", "--dry-run")
