@@ -633,12 +633,30 @@ def concat_twin(conversation: Conversation, haystack: Haystack) -> Conversation:
     def renamed(identifier: str) -> str:
         return name + identifier.removeprefix(conversation.conversation_id)
 
+    def stated(fact: Fact) -> str:
+        return next(part for part in conversation.turns[fact.turn_index].content.split("\n") if fact.value in part)
+
+    # What the prompts of one history have in common is joined, counted and encoded once.
+    joined: dict[int, tuple[list[dict[str, str]], str, Meter | None]] = {}
+    spans: dict[tuple[int, str], Span | None] = {}
+
+    def join(turn_end: int) -> tuple[list[dict[str, str]], str, Meter | None]:
+        history = conversation.turns[:turn_end]
+        system = [{"role": "system", "content": turn.content} for turn in history if turn.role == "system"]
+        text = "\n".join(turn.content for turn in history if turn.role != "system").strip()
+        meter = Meter(ruler) if ruler.additive and text else None
+        if meter is not None:
+            for message in system:
+                meter.turn(message["role"], message["content"])
+            meter.turn("user", text)
+        return system, text, meter
+
     asks = []
     for ask in conversation.asks:
         probe = probes[ask.probe_id]
-        history = conversation.turns[: ask.turn_end]
-        system = [{"role": "system", "content": turn.content} for turn in history if turn.role == "system"]
-        text = "\n".join(turn.content for turn in history if turn.role != "system")
+        if ask.turn_end not in joined:
+            joined[ask.turn_end] = join(ask.turn_end)
+        system, text, common = joined[ask.turn_end]
         begun = [{"role": "assistant", "content": probe.answer_prefix}] if probe.answer_prefix else []
 
         def prompt(pad: str) -> list[dict[str, str]]:
@@ -648,8 +666,12 @@ def concat_twin(conversation: Conversation, haystack: Haystack) -> Conversation:
         def measured(pad: str) -> int:
             if not ruler.additive:
                 return ruler.prompt_tokens(prompt(pad))
-            meter = Meter(ruler)
-            for message in prompt(pad):
+            if common is None:  # noqa: B023
+                meter, rest = Meter(ruler), prompt(pad)
+            else:
+                meter, rest = common.copy(), begun  # noqa: B023
+                meter.text(f"\n{f'{pad} {probe.question}'.strip()}")  # noqa: B023
+            for message in rest:
                 meter.turn(message["role"], message["content"], begun=message["role"] == "assistant")
             meter.close()
             return meter.tokens
@@ -657,11 +679,12 @@ def concat_twin(conversation: Conversation, haystack: Haystack) -> Conversation:
         messages = prompt(padded(haystack, rng, ask.rung, measured, name))
         span = None
         if probe.live_fact is not None:
-            live = facts[probe.live_fact]
-            within = next(
-                part for part in conversation.turns[live.turn_index].content.split("\n") if live.value in part
-            )
-            span = ruler.find(messages, len(system), within)
+            if (ask.turn_end, probe.live_fact) not in spans:
+                needed = {probes[a.probe_id].live_fact for a in conversation.asks if a.turn_end == ask.turn_end}
+                wanted = [key for key in needed if key is not None]
+                found = ruler.find_all(messages, len(system), [stated(facts[key]) for key in wanted])
+                spans.update({(ask.turn_end, key): one for key, one in zip(wanted, found, strict=True)})
+            span = spans[ask.turn_end, probe.live_fact]
         asks.append(
             replace(
                 ask,

@@ -346,20 +346,28 @@ class Ruler:
 
     def find(self, messages: Sequence[Message], place: int, text: str) -> Span | None:
         """Token range in the prompt of `text` in the content of message number `place`; None when it is not shown."""
+        return self.find_all(messages, place, [text])[0]
+
+    def find_all(self, messages: Sequence[Message], place: int, texts: Sequence[str]) -> list[Span | None]:
+        """`find` of several texts; the prompt is encoded once."""
         begun = continues(messages)
         rendered = self.render(messages, add_generation_prompt=not begun, continue_final_message=begun)
         start = rendered.find(str(messages[place]["content"]).strip())
-        at = rendered.find(text, start) if start >= 0 else -1
-        if at < 0:
-            return None
-        encoding = self._encoding(rendered)
-        inside = [
-            token
-            for token, (left, right) in enumerate(encoding.offsets)
-            if left < at + len(text) and right > at and left < right
-        ]
+        offsets = self._encoding(rendered).offsets
         shift = 1 if self._prepend_bos else 0
-        return Span(inside[0] + shift, inside[-1] + 1 + shift) if inside else None
+
+        def span(text: str) -> Span | None:
+            at = rendered.find(text, start) if start >= 0 else -1
+            if at < 0:
+                return None
+            inside = [
+                token
+                for token, (left, right) in enumerate(offsets)
+                if left < at + len(text) and right > at and left < right
+            ]
+            return Span(inside[0] + shift, inside[-1] + 1 + shift) if inside else None
+
+        return [span(text) for text in texts]
 
     @cached_property
     def _anchor_count(self) -> int:
