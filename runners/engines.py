@@ -386,6 +386,12 @@ def engine_of(patchset: PatchSet) -> Engine:
                 f"{patchset.path}: args name {arg!r}: leave the model out and give its folder with --model-folder, "
                 "whose tokenizer and chat template the conversations are made with"
             )
+    given = {str(patchset.path): patchset.args}
+    given |= {f"{patchset.path}: patch {patch.patch_id!r}": patch.args for patch in patchset.patches}
+    for where, args in given.items():
+        for arg in args:
+            if engine.launches and arg.partition("=")[0] in ("--host", "--port"):
+                raise PatchsetError(f"{where}: args name {arg!r}: every server is given a free port of 127.0.0.1")
     for patch in patchset.patches:
         where = f"{patchset.path}: patch {patch.patch_id!r}"
         if engine.launches and patch.endpoint:

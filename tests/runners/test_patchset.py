@@ -111,6 +111,14 @@ def test_a_model_among_the_arguments_is_sent_to_model_folder(file: Path, engine:
     assert engine_of(parse_patchset(of_a_patch, file)).name == engine
 
 
+@pytest.mark.parametrize("engine", ["reference", "sglang", "vllm", "llamacpp"])
+@pytest.mark.parametrize("given", ['"--port", "30000"', '"--host=0.0.0.0"'])
+def test_an_address_among_the_arguments_is_refused(file: Path, engine: str, given: str) -> None:
+    text = f'name = "x"\nengine = "{engine}"\n[[patch]]\nid = "b"\nargs = [{given}]\n'
+    with pytest.raises(PatchsetError, match=r"patch 'b': args name '--.*a free port of 127.0.0.1"):
+        engine_of(parse_patchset(text, file))
+
+
 def test_running_servers_take_endpoints_and_nothing_else(file: Path) -> None:
     given = 'engine = "openai"\nsource = "http://a:1"\n[[patch]]\nid = "b"\n'
     assert engine_of(parse_patchset(given + 'endpoint = "http://b:1"\n', file)).launches is False
