@@ -273,9 +273,11 @@ def family_probabilities(fits: Iterable[CauseFit]) -> dict[str, float]:
 def _level_table(cause: Cause, feature: str) -> Floats:
     """P(the feature turns out none, small, some, large | cause)."""
     edges = [-1.0, 0.02, 0.12, 0.4, 2.0]
-    low, high = LEVELS[cause.signature.get(feature, "any")]
-    inside = [max(0.0, min(high, b) - max(low, a)) for a, b in itertools.pairwise(edges)]
-    return np.array(inside) / sum(inside)
+    level = cause.signature.get(feature, "any")
+    low, high = LEVELS[level]
+    inside = np.array([max(0.0, min(high, b) - max(low, a)) for a, b in itertools.pairwise(edges)])
+    inside /= inside.sum()
+    return (inside + np.array([1.0, 0.0, 0.0, 0.0])) / 2 if level == "any" else inside
 
 
 def next_arm(fits: Sequence[CauseFit], measured: Iterable[str], *, unavailable: Iterable[str] = ()) -> NextArm | None:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from scipy import special
 
 Level = Literal["none", "small", "some", "large", "any"]
@@ -21,11 +22,21 @@ LEVELS: dict[Level, tuple[float, float]] = {
     "large": (0.35, 1.05),
     "any": (-0.1, 1.1),
 }
-"""Each level spreads its probability evenly over this range of true values."""
+"""Each level spreads its probability evenly over this range of true values; "any" gives half of it to "none".
+
+A cause that says nothing of a feature mostly leaves it as it is: were exactly nothing as unlikely as any other value, a
+cause would be held to lose against each that happens to predict "none"."""
 
 
 def level_log_density(level: Level, estimate: float, stderr: float) -> float:
-    """log density of an estimate with normal error when the true value is spread evenly over the level's range."""
+    """log density of an estimate with normal error when the true value is spread over the level's range."""
+    if level == "any":
+        nothing, anything = level_log_density("none", estimate, stderr), _even_log_density("any", estimate, stderr)
+        return float(np.logaddexp(nothing, anything)) - math.log(2)
+    return _even_log_density(level, estimate, stderr)
+
+
+def _even_log_density(level: Level, estimate: float, stderr: float) -> float:
     low, high = LEVELS[level]
     error = max(stderr, 0.004)  # nothing served is known more exactly than a few replies in a thousand
     upper, lower = (high - estimate) / error, (low - estimate) / error

@@ -247,7 +247,8 @@ def judge_alone(run: StoredRun, patch: str) -> tuple[Verdict, tuple[Comparison, 
 
 def worst_loss(comparisons: Sequence[Comparison]) -> float:
     """Largest loss at a rung."""
-    return max((-c.delta_recall for c in comparisons if c.rung is not None and c.delta_recall is not None), default=0.0)
+    losses = (-c.delta_recall for c in comparisons if c.rung is not None and c.delta_recall is not None)
+    return round(max(losses, default=0.0), 9)  # 6 of 60 is a tenth, whatever binary fractions make of it
 
 
 def arms_wanted(found: Sequence[Attribution]) -> list[tuple[str, str]]:
