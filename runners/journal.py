@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,16 @@ def encode_replay(replay: Replay) -> bytes:
 
 
 class AppendFile:
-    """A file that grows by whole lines; a write that fails leaves the lines before it and nothing of its own."""
+    """A file that grows by whole lines; a write that fails leaves the lines before it and nothing of its own.
+
+    It is the last: whoever still has lines gets the same error. Written to and closed from different threads; closing
+    waits for a write that has begun, whose failure would otherwise have no descriptor left to take it back with.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
+        self._problem: JournalError | None = None
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as problem:
@@ -81,24 +88,30 @@ class AppendFile:
             os.fsync(self._fd)
 
     def append(self, lines: bytes) -> None:
-        before = os.fstat(self._fd).st_size
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-            os.fsync(self._fd)
-        except OSError as problem:
-            os.ftruncate(self._fd, before)
-            raise JournalError(
-                f"{self.path}: cannot be written: {problem.strerror}; what was answered so far is kept, free some"
-                " space and run the same command again to go on"
-            ) from problem
+        with self._lock:
+            if self._problem is not None:
+                raise self._problem
+            before = os.fstat(self._fd).st_size
+            try:
+                rest = memoryview(lines)
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+                os.fsync(self._fd)
+            except OSError as problem:
+                os.ftruncate(self._fd, before)
+                self._problem = JournalError(
+                    f"{self.path}: cannot be written: {problem.strerror}; what was answered so far is kept, free some"
+                    " space and run the same command again to go on"
+                )
+                raise self._problem from problem
 
     def lines(self) -> Iterable[tuple[int, bytes]]:
         yield from enumerate(self.path.read_bytes().splitlines(), 1)
 
     def close(self) -> None:
-        os.close(self._fd)
+        with self._lock:
+            self._problem = self._problem or JournalError(f"{self.path}: written to after it was closed")
+            os.close(self._fd)
 
 
 class Journal:

@@ -4,13 +4,15 @@ import asyncio
 import errno
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrecall.runners.journal import Journal, JournalError, Key, encode_replay, key_of
+from longrecall.runners.journal import AppendFile, Journal, JournalError, Key, encode_replay, key_of
 from longrecall.runners.schema import Replay, Response
 
 
@@ -103,6 +105,34 @@ def test_a_full_disk_leaves_whole_lines_and_says_so(tmp_path: Path, monkeypatch:
     again = Journal(tmp_path)
     assert again.answered == set(keys(0)) and list(again.in_flight) == keys(1)
     again.close()
+
+
+def test_a_file_closed_during_a_write_that_fails_is_left_with_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = AppendFile(tmp_path / "lines")
+    file.append(b"first\n")
+    real, half, closing = os.write, threading.Event(), threading.Event()
+
+    def full(fd: int, data: bytes) -> int:
+        if not half.is_set():
+            half.set()
+            return real(fd, data[:3])
+        closing.wait(30)
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "write", full)
+    with ThreadPoolExecutor(2) as threads:
+        writing = threads.submit(file.append, b"second\n")
+        assert half.wait(30)
+        closed = threads.submit(file.close)
+        closing.set()
+        closed.result(30)
+    monkeypatch.undo()
+    assert isinstance(writing.exception(), JournalError)
+    assert (tmp_path / "lines").read_bytes() == b"first\n"
+    with pytest.raises(JournalError, match="File too large"):
+        file.append(b"third\n")
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_naming_it(tmp_path: Path) -> None:
