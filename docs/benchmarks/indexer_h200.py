@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from longrecall.needles.whole_file import write_text
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TESTS_S = 150.0
@@ -216,12 +218,6 @@ def gpu_tests(out: Path, seconds: float, more: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder of both files")
@@ -238,17 +234,15 @@ def main() -> int:
         end = time.monotonic() + options.minutes * 60
         reserved = min(TESTS_S, options.minutes * 30)
         document = bench(options.out, end - reserved, options.bench_args.split())
-        write(data, json.dumps(document, indent=1) + "\n")  # whatever becomes of the tests
+        write_text(data, json.dumps(document, indent=1) + "\n")  # whatever becomes of the tests
         document["tests"] = gpu_tests(options.out, end - time.monotonic(), options.test_args.split())
-        write(data, json.dumps(document, indent=1) + "\n")
+        write_text(data, json.dumps(document, indent=1) + "\n")
     text = page(document)
-    write(options.out / "indexer_h200.md", text)
+    write_text(options.out / "indexer_h200.md", text)
     print(text)
-    tests = document.get("tests") or {}
-    done = not (
-        document.get("failed") or document.get("not_run") or tests.get("failed") or not tests.get("ended", True)
-    )
-    return 0 if done else 3
+    tests = document.get("tests")
+    unsound = tests is not None and (tests["failed"] or tests["exit_code"] is None)
+    return 3 if document.get("failed") or document.get("not_run") or unsound else 0
 
 
 if __name__ == "__main__":

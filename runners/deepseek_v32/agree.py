@@ -18,7 +18,6 @@ same tokens after the same prompt (fp32; the served model computes in bf16, sele
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -38,6 +37,7 @@ from longrecall.needles.dataset import read_parquet
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
+from longrecall.needles.whole_file import write_text
 from longrecall.results.run_folder import load_replays
 from longrecall.runners.deepseek_v32.export import load
 from longrecall.runners.deepseek_v32.model import Select, V32Model, top_selection
@@ -123,15 +123,12 @@ class Rows:
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
         self.done: dict[tuple[int, int], dict[str, Any]] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # a half line is no row
         if lines and json.loads(lines[0]) != identity:
             raise ValueError(f"{path} is of another model or other prompts; give another --work, or remove it")
         for row in map(json.loads, lines[1:]):
             self.done[row["length"], row["number"]] = row
-        part = path.with_suffix(".part")
-        part.write_text("\n".join(lines or [json.dumps(identity)]) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_text(path, "\n".join(lines or [json.dumps(identity)]) + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -153,3 +153,18 @@ def test_what_takes_longer_than_its_share_of_the_time_is_ended(script: ModuleTyp
     assert script.run([sys.executable, "-c", "raise SystemExit(3)"], 120) == 3
     with pytest.raises(RuntimeError, match="measured no case"):
         script.bench(tmp_path, 120, ["--device", "none"])
+
+
+@pytest.mark.parametrize(("exit_code", "said"), [(0, 0), (None, 3)])
+def test_gpu_tests_that_did_not_end_are_no_success(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int | None, said: int
+) -> None:
+    document = {
+        "at": "2026-11-30T00:00:00+00:00", "commit": "abc", "gpu": "GPU", "torch": "2", "triton": "3", "peers": {},
+        "left_out": {}, "failed": {}, "not_run": [], "rows": [],
+        "tests": {"passed": 25, "failed": 0, "skipped": 0, "seconds": 60.0, "exit_code": exit_code},
+    }  # fmt: skip
+    (tmp_path / "indexer_h200.json").write_text(json.dumps(document))
+    monkeypatch.setattr(sys, "argv", ["indexer_h200.py", "--render", "--out", str(tmp_path)])
+    assert script.main() == said
+    assert (tmp_path / "indexer_h200.md").is_file()
