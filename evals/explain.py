@@ -4,7 +4,6 @@ Arms served afterwards answer the same conversations (or some of them). Where th
 did, their replies are read as if the arms had been builds of the first run; otherwise each run is read by itself.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +88,7 @@ def attribute_patches(
     more = [o for path in (*kept, *evidence) for o in load_observations(path)]
     base, cells, replies = _base(first), _cells(first), _replies(first)
     others = {id(run): _client_arms(run) for run in (first, *apart)}
-    out_of_reach = unavailable(_engine(first.path)) | set(not_next)
+    out_of_reach = unavailable(first.path) | set(not_next)
     made = []
     for name in patches:
         extra = [o for o in more if o.patch == name]
@@ -179,10 +178,3 @@ def _base(run: StoredRun) -> str:
     if base is None:
         raise ScoresError(f"{run.path} has no base build")
     return base
-
-
-def _engine(path: Path) -> str:
-    try:
-        return str(json.loads((path / "campaign.json").read_bytes())["patchset"]["engine"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"

@@ -59,10 +59,22 @@ SEEN_BY_HAND = {"indexer_topk_changed", "selection_chance", "experts_changed", "
 """Features that a server tells when asked for them; given as observations (`make h200` measures them on SGLang)."""
 
 
-def unavailable(engine: str) -> set[str]:
-    """Features that this engine's command line cannot give; they can still be supplied as observations."""
+SGLANG_TOPK = 2048
+"""The largest selection that SGLang's kernels are compiled for, as V3.2's is already."""
+
+
+def unavailable(run: Path) -> set[str]:
+    """Features that the command line of the run's engine cannot give; they can still be supplied as observations."""
+    try:
+        campaign = _campaign(run)
+    except ScoresError:
+        campaign, engine = {}, "unknown"
+    else:
+        engine = campaign["patchset"]["engine"]
     given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
     given |= ASKED_OTHERWISE
+    if engine == "sglang" and 2 * (_index_topk(campaign) or 0) > SGLANG_TOPK:
+        given.discard(ARMS["topk-x2"])
     return (set(ARMS.values()) - given) | (set() if engine == "reference" else set(IN_PROCESS)) | SEEN_BY_HAND
 
 
@@ -181,8 +193,11 @@ def _values(
     if suffix == "topk-x2":
         if not onset:
             raise ScoresError(f"{run / 'campaign.json'}: onset_tokens is not known, so index_topk cannot be doubled")
+        topk = _index_topk(campaign) or onset
+        if campaign["patchset"]["engine"] == "sglang" and 2 * topk > SGLANG_TOPK:
+            raise ScoresError(f"{run / 'campaign.json'}: index_topk is {topk}; SGLang selects {SGLANG_TOPK} at most")
         room = max(rungs) + int(campaign.get("max_tokens") or 0)
-        return {"topk_x2": 2 * onset, "topk_all": onset * 2 ** max(1, math.ceil(math.log2(room / onset)))}
+        return {"topk_x2": 2 * topk, "topk_all": onset * 2 ** max(1, math.ceil(math.log2(room / onset)))}
     if suffix == "scaling-1":
         return {"factor": 1.0}
     if suffix in REPAIRS:
@@ -194,17 +209,36 @@ def _values(
 
 
 def _factor(campaign: dict[str, Any]) -> float | None:
-    """The model's routed scaling factor, as the patchset sets it or as the base's server tells it."""
-    told: list[Any] = [campaign["patchset"].get("model_override") or {}]
-    told += [(b.get("manifest") or {}).get("server_info") or {} for b in campaign.get("builds", ())[:1]]
+    return _told(campaign, "routed_scaling_factor")
+
+
+def _index_topk(campaign: dict[str, Any]) -> int | None:
+    """Entries selected for a query: an entry of V4 stands for four tokens, so this is not the onset."""
+    told = _told(campaign, "index_topk")
+    return None if told is None else int(told)
+
+
+def _told(campaign: dict[str, Any], key: str) -> float | None:
+    """A number of the model's configuration: of the patchset, else of the base's server, else of config.json."""
+    base: dict[str, Any] = next(iter(campaign.get("builds", ())), {})
+    info = (base.get("manifest") or {}).get("server_info") or {}
+    folder = campaign.get("model_folder") or info.get("model_path")
+    told: list[Any] = [_config(folder), info, campaign["patchset"].get("model_override") or {}]
     while told:
         table = told.pop()
         if isinstance(table, dict):
-            value = table.get("routed_scaling_factor")
+            value = table.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value)
             told += table.values()
     return None
+
+
+def _config(folder: Any) -> Any:
+    try:
+        return json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _table_line(key: str, table: dict[str, Any]) -> list[str]:

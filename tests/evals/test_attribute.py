@@ -22,7 +22,7 @@ from longrecall.evals.attribute import (
 from longrecall.evals.calibration import attribution_table
 from longrecall.evals.causes import CAUSES, FEATURES, LEVELS, level_log_density
 from longrecall.evals.cells import make_cells
-from longrecall.evals.next_arm import write_next_patchset
+from longrecall.evals.next_arm import unavailable, write_next_patchset
 from longrecall.evals.schema import NextArm, Observation
 from longrecall.evals.scores_file import ScoresError, read_scores_table, write_scores
 from longrecall.evals.simulate import QUIET, cells_of, draw_builds, scores_of
@@ -358,6 +358,21 @@ def test_interventions_are_flags_of_the_reference_server(tmp_path):
     scaled = arm_of(run, "scaling_recovers", "reference")
     assert '"routed_scaling_factor": 1.5' in scaled["rotation--scaling-sqrt"].args[1]
     assert "base--scaling-sqrt" not in scaled and "base--scaling-1" in scaled
+
+
+@pytest.mark.parametrize(("topk", "doubled"), [(512, 1024), (1024, 2048), (2048, None)])
+def test_sglang_doubles_the_models_index_topk_and_never_beyond_its_kernels(tmp_path, topk, doubled):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"index_topk": topk}))
+    campaign = json.loads((run / "campaign.json").read_text()) | {"model_folder": str(tmp_path / "model")}
+    (run / "campaign.json").write_text(json.dumps(campaign))
+    assert ("topk_recovers" in unavailable(run)) == (doubled is None)
+    if doubled is None:
+        with pytest.raises(ScoresError, match="index_topk is 2048; SGLang selects 2048 at most"):
+            arm_of(run, "topk_recovers", "sglang")
+    else:
+        assert arm_of(run, "topk_recovers", "sglang")["base--topk-x2"].model_override == {"index_topk": doubled}
 
 
 @pytest.mark.parametrize(
