@@ -7,7 +7,7 @@ PATCHSET ?= patchsets/reference.toml
 PYTEST_ARGS ?= -n 2 --dist worksteal
 PIP = $(VENV)/bin/pip install -q -c constraints.txt
 
-.PHONY: install ns eval test check served serve report bench bench-h200-indexer trend clean train-indexer train-v32 v32 v32-agree v32-campaign v32-evidence v32-inside v32-attribute v32-publish h200 sglang-cpu llamacpp
+.PHONY: install ns eval test check served serve report bench bench-h200-indexer trend clean train-indexer train-v32 v32 v32-agree v32-campaign v32-evidence v32-publish h200 sglang-cpu llamacpp
 
 install: $(VENV)/installed ns
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -53,7 +53,7 @@ V32_RUN ?= results/runs/sglang-v32
 V32_MODEL = $(V32_STATE)/model
 V32_OUT ?= results/published/sglang-v32
 V32_RECIPE = patchsets/recipes/closed-world.toml
-v32: train-v32 v32-agree v32-campaign v32-evidence v32-inside v32-attribute v32-publish
+v32: train-v32 v32-agree v32-campaign v32-evidence v32-publish
 train-v32: ns
 	$(PYTHON) -m longrecall.runners.deepseek_v32.train --state $(V32_STATE) --export $(V32_MODEL) $(TRAIN_ARGS)
 v32-agree: ns
@@ -61,17 +61,10 @@ v32-agree: ns
 v32-campaign: ns
 	$(PYTHON) -m longrecall.results.main eval patchsets/sglang-v32.toml --model-folder $(V32_MODEL) --recipe $(V32_RECIPE) --rungs 1024,1792,4096,8192 --conversations 32 --servers-per-gpu 12 --run-dir $(V32_RUN) $(EVAL_ARGS)
 v32-evidence: ns
-	$(PYTHON) -m longrecall.runners.deepseek_v32.evidence $(V32_MODEL) --recipe $(V32_RECIPE) --out $(V32_RUN)-agree/evidence.json $(EVIDENCE_ARGS)
-v32-inside: ns
-	$(PYTHON) -m longrecall.results.main eval patchsets/sglang-v32-inside.toml --model-folder $(V32_MODEL) --recipe $(V32_RECIPE) --rungs 4096,8192 --conversations 2 --inside 2 --servers-per-gpu 12 --run-dir $(V32_RUN)-inside || test -f $(V32_RUN)-inside/inside-evidence.json  # no positive control: exit 3
-# The arm that would tell most is served, if one is left; then why each loss came, from all three runs.
-ATTRIBUTE = $(PYTHON) -m longrecall.results.main attribute $(V32_RUN) $(V32_RUN)-inside
-v32-attribute: ns
-	arm=$$($(ATTRIBUTE) --patch one-sided-hadamard --next --dry-run | sed -n 's/^longrecall //p' | tail -1); [ -z "$$arm" ] || eval "$(PYTHON) -m longrecall.results.main $$arm --servers-per-gpu 12 --run-dir $(V32_RUN)-arm" || test -f $(V32_RUN)-arm/report.json
-	$(ATTRIBUTE) $$(ls -d $(V32_RUN)-arm 2>/dev/null) --json > $(V32_RUN)-inside/attribution.part
-	mv $(V32_RUN)-inside/attribution.part $(V32_RUN)-inside/attribution.json
+	$(PYTHON) -m longrecall.runners.deepseek_v32.evidence $(V32_MODEL) --recipe $(V32_RECIPE) --run $(V32_RUN) --out $(V32_RUN)-agree/evidence.json $(EVIDENCE_ARGS)
+	$(PYTHON) -m longrecall.results.main report $(V32_RUN)
 v32-publish: ns
-	$(PYTHON) -m longrecall.runners.deepseek_v32.publish --model $(V32_MODEL) --log $(V32_STATE)/log.jsonl --run $(V32_RUN) --agreement $(V32_RUN)-agree/agreement.json --evidence $(V32_RUN)-agree/evidence.json --inside $(V32_RUN)-inside --out $(V32_OUT)
+	$(PYTHON) -m longrecall.runners.deepseek_v32.publish --model $(V32_MODEL) --log $(V32_STATE)/log.jsonl --run $(V32_RUN) --agreement $(V32_RUN)-agree/agreement.json --evidence $(V32_RUN)-agree/evidence.json --out $(V32_OUT)
 
 SGLANG_VENV ?= .venv-sglang
 sglang-cpu: install

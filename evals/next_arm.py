@@ -73,7 +73,7 @@ def unavailable(run: Path) -> set[str]:
         engine = campaign["patchset"]["engine"]
     given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
     given |= ASKED_OTHERWISE
-    if engine == "sglang" and 2 * (_index_topk(campaign) or 0) > SGLANG_TOPK:
+    if engine == "sglang" and 2 * (_index_topk(campaign) or campaign.get("onset_tokens") or 0) > SGLANG_TOPK:
         given.discard(ARMS["topk-x2"])
     return (set(ARMS.values()) - given) | (set() if engine == "reference" else set(IN_PROCESS)) | SEEN_BY_HAND
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from longrecall.kernels.contract.source_tree import SourceTree
+    pass
 
 app = typer.Typer(help="Read a serving engine's source without running it.", no_args_is_help=True)
 
@@ -76,10 +76,10 @@ def routed_scaling(
     """Follow the routed scaling factor from the config to the last multiply, and count."""
     from longrecall.kernels.contract.routed_scaling import Scenario, Trace, trace
     from longrecall.kernels.contract.source_tree import SourceError, SourceTree, open_source
+    from longrecall.runners.diffs import with_diffs
 
     def opened(where: str) -> SourceTree:
-        tree = open_source(where)
-        return _patched(tree, patch or [])
+        return with_diffs(open_source(where), patch or [])
 
     def matrix(tree: SourceTree, base: Scenario) -> dict[tuple[str, str], Trace | str]:
         cells: dict[tuple[str, str], Trace | str] = {}
@@ -138,31 +138,6 @@ def _environment(pairs: list[str]) -> dict[str, str]:
         if "=" not in pair:
             raise SourceError(f"--env {pair!r} is not NAME=VALUE")
     return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _patched(tree: "SourceTree", patches: list[Path]) -> "SourceTree":
-    """The tree with diffs applied in memory; paths in a diff may start at python/sglang or at sglang."""
-    from longrecall.kernels.contract.source_tree import SourceError
-    from longrecall.runners.diffs import DiffError, apply_to_text, parse_diff
-
-    for path in patches:
-        try:
-            text = path.read_text(encoding="utf-8")
-            changed: dict[str, str] = {}
-            for file_diff in parse_diff(text, str(path)):
-                target = file_diff.path.removeprefix("python/")
-                if tree.package == "longrecall":
-                    target = f"longrecall/{target}"
-                    if not tree.exists(target):
-                        continue  # a patch of the reference build may touch files the tracer does not read
-                before = tree.text(target) if tree.exists(target) else ""
-                changed[target] = apply_to_text(before, file_diff, str(path))
-        except OSError as error:
-            raise SourceError(f"{path}: {error.strerror}") from None
-        except DiffError as error:
-            raise SourceError(str(error)) from None
-        tree = tree.with_overrides(changed)
-    return tree
 
 
 def _count(layer, part: str = "routed") -> str:  # type: ignore[no-untyped-def]

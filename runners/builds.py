@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -380,7 +381,58 @@ def prepare_builds(
             )
         )  # fmt: skip
     check_builds([item.build for item in prepared], patchset, engine)
+    check_imports(prepared, engine.imports(source.folders))
     return prepared
+
+
+_WHERE = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    found = importlib.util.find_spec(name)
+    print(next(iter(found.submodule_search_locations or [found.origin])) if found else "")
+"""
+_WHERE_S = 60.0
+
+
+def check_imports(prepared: Sequence[PreparedBuild], packages: Sequence[str]) -> None:
+    """Ask every build's interpreter, under the build's variables, where it would import `packages` from.
+
+    A path that a .pth file or an import hook puts before PYTHONPATH wins over the build's source: every build is then
+    the unpatched one, and they all answer alike. Nothing is imported beyond the packages' parents.
+
+    Raises:
+        BuildError: another source than the build's own, or an interpreter that does not answer.
+    """
+    trees: dict[Path, PreparedBuild] = {}
+    for item in prepared:
+        if item.tree is not None:
+            trees.setdefault(item.tree, item)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for _ in pool.map(lambda item: _check_imports_of(item, packages), trees.values()):
+            pass
+
+
+def _check_imports_of(item: PreparedBuild, packages: Sequence[str]) -> None:
+    python, where = item.command[0], f"build {item.build.build_id!r}"
+    assert item.tree is not None
+    try:
+        done = subprocess.run(
+            [python, "-c", _WHERE, *packages], env=dict(item.env), cwd=item.tree.parent, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_WHERE_S,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, OSError) as problem:
+        raise BuildError(f"{where}: {python} did not say where it imports {', '.join(packages)}: {problem}") from None
+    if done.returncode:
+        tail = "\n".join("    " + line for line in done.stderr.strip().splitlines()[-5:])
+        raise BuildError(f"{where}: {python} cannot look for {', '.join(packages)}:\n{tail}")
+    tree = item.tree.resolve()
+    for package, found in zip(packages, done.stdout.splitlines()[-len(packages) :], strict=True):
+        if not found or not Path(found).resolve().is_relative_to(tree):
+            raise BuildError(
+                f"{where}: {python} would import {package} from {found or 'nowhere'} and not from this build's source"
+                f" in {tree}, so no patch would be served; a .pth file or import hook of that environment goes before"
+                " PYTHONPATH: remove it, or name another environment"
+            )
 
 
 def _passed_env() -> dict[str, str]:

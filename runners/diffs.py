@@ -7,8 +7,13 @@ be made again (`git diff`), not guessed.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longrecall.kernels.contract.source_tree import SourceTree
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _NOT_APPLIED = ("rename ", "copy from", "GIT binary patch", "Binary files", "old mode", "new mode")
@@ -224,3 +229,30 @@ def apply_diff(tree: Path, text: str, name: str, *, prefix: str = "") -> tuple[s
             with file.open("w", encoding="utf-8", newline="") as stream:
                 stream.write(content)
     return tuple(results)
+
+
+def with_diffs(tree: "SourceTree", paths: Sequence[Path]) -> "SourceTree":
+    """A source tree to read with diffs applied in memory; paths in a diff may start at python/sglang or at sglang.
+
+    Raises:
+        SourceError: a diff that cannot be read or does not apply.
+    """
+    from longrecall.kernels.contract.source_tree import SourceError
+
+    for path in paths:
+        try:
+            changed: dict[str, str] = {}
+            for file_diff in parse_diff(path.read_text(encoding="utf-8"), str(path)):
+                target = file_diff.path.removeprefix("python/")
+                if tree.package == "longrecall":
+                    target = f"longrecall/{target}"
+                    if not tree.exists(target):
+                        continue  # a patch of the reference build may touch files the tracer does not read
+                before = tree.text(target) if tree.exists(target) else ""
+                changed[target] = apply_to_text(before, file_diff, str(path))
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}") from None
+        except DiffError as error:
+            raise SourceError(str(error)) from None
+        tree = tree.with_overrides(changed)
+    return tree

@@ -138,6 +138,10 @@ class Engine:
         """Variables that make the server import this tree and nothing else; `env` is what it has otherwise."""
         return {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
 
+    def imports(self, folders: tuple[str, ...]) -> tuple[str, ...]:
+        """Packages that the server must import from its build's own source, which has these folders."""
+        return tuple(f"longrecall.{name}" for name in folders)
+
     def finish_tree(self, base: Path, tree: Path) -> None:
         """Make a finished tree quick to start; nothing that decides what it computes."""
 
@@ -196,6 +200,9 @@ class SglangEngine(Engine):
 
         sglang_source.share_bytecode(base, tree, ("sglang",))
 
+    def imports(self, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return ("sglang",)
+
     def contradictions(self, args: tuple[str, ...], info: Mapping[str, object]) -> list[str]:
         from longrecall.runners import sglang
 
@@ -250,6 +257,9 @@ class VllmEngine(Engine):
         from longrecall.runners import sglang_source
 
         sglang_source.share_bytecode(base, tree, ("vllm",))
+
+    def imports(self, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return ("vllm",)
 
     def page_tokens(self, args: tuple[str, ...]) -> int:
         from longrecall.runners import sglang

@@ -2,11 +2,11 @@
 
     make v32-publish PYTHON=python3
     python -m longrecall.runners.deepseek_v32.publish --model MODEL --log state/log.jsonl --run RUN \
-        --agreement agreement.json --evidence evidence.json --inside RUN-inside --out results/published/sglang-v32
+        --agreement agreement.json --evidence evidence.json --out results/published/sglang-v32
 
-Copies the reports (the model's path becomes MODEL), config, hashes, training log, agreement, evidence, what was seen
-from inside and the attribution into one folder, and writes beside_base.json: for each build and length, how many
-replies equal base's in their text and in every log-probability, and how far the first token's lies from base's.
+Copies the reports (the model's path becomes MODEL), config, hashes, training log, agreement and evidence into one
+folder, and writes beside_base.json: for each build and length, how many replies equal base's in their text and in every
+log-probability, and how far the first token's lies from base's.
 """
 
 import argparse
@@ -56,13 +56,12 @@ def beside_base(run: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def publish(model: Path, log: Path, run: Path, agreement: Path, evidence: Path, inside: Path, out: Path) -> list[str]:
+def publish(model: Path, log: Path, run: Path, agreement: Path, evidence: Path, out: Path) -> list[str]:
     """Names of the files written; nothing is written where one to be copied is missing or says that it is partial."""
     texts = {
         "config.json": model / "config.json", "hashes.json": model / "hashes.json", "training.jsonl": log,
         "report.json": run / "report.json", "report.md": run / "report.md", "agreement.json": agreement,
-        "evidence.json": evidence, "inside.json": inside / "inside.json",
-        "attribution.json": inside / "attribution.json",
+        "evidence.json": evidence,
     }  # fmt: skip
     found = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
     report, agreed = json.loads(found["report.json"]), json.loads(found["agreement.json"])
@@ -86,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, told in (
         ("model", "the exported folder"), ("log", "the training's log.jsonl"), ("run", "the campaign's run folder"),
-        ("agreement", "of `agree`"), ("evidence", "of `evidence`"),
-        ("inside", "run folder of `make v32-inside` and `v32-attribute`"), ("out", "folder to write"),
+        ("agreement", "of `agree`"), ("evidence", "of `evidence`"), ("out", "folder to write"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=Path, required=True, help=told)
     options = parser.parse_args(argv)

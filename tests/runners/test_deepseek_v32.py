@@ -395,8 +395,12 @@ def test_evidence_replays_what_a_prompt_leaves_in_the_indexers(folder: Path) -> 
     ids = torch.randint(8, TINY.vocab_size, (90,)).tolist()
     layers = evidence.captured(model, ids, ids[30], torch.device("cpu"))
     assert len(layers) == TINY.num_hidden_layers and layers[0].keys.shape == (90, 16)
-    exact = evidence.measured(layers[0], evidence.PIPELINES["exact"])
-    assert 0 <= exact[0] <= 1 + 1e-5 and 0 < exact[1] <= 1 + 1e-5
+    exact = evidence.measured(layers[0], "exact")
+    assert 0 <= exact[0] <= 1 + 1e-5 and 0 < exact[1] <= 1 + 1e-5 and exact[2] > 0.8
+    assert evidence.measured(layers[0], evidence.FP8)[2] == 1
+    lowest = evidence.chosen(layers[0], evidence.LOWEST)
+    assert len(lowest) == TINY.index_topk and len(set(lowest.tolist())) == TINY.index_topk
+    assert evidence.measured(layers[0], evidence.LOWEST)[2] == pytest.approx(max(0, 2 - 90 / TINY.index_topk), abs=0.1)
 
 
 def test_a_runs_log_probabilities_are_held_against_torchs(folder: Path) -> None:
@@ -520,8 +524,7 @@ def test_what_is_published_names_no_path_and_counts_replies_equal_to_bases(folde
     }
     write_run(tmp_path / "run", said)
     (tmp_path / "agreement.json").write_text('{"asked": 100, "planned": 100}')
-    (tmp_path / "inside").mkdir()
-    for name in ("evidence.json", "log.jsonl", "inside/inside.json", "inside/attribution.json"):
+    for name in ("evidence.json", "log.jsonl"):
         (tmp_path / name).write_text("{}\n")
     arguments = ["--model", str(folder), "--out", str(tmp_path / "out")]
     for option, name in (
@@ -529,13 +532,11 @@ def test_what_is_published_names_no_path_and_counts_replies_equal_to_bases(folde
         ("run", "run"),
         ("agreement", "agreement.json"),
         ("evidence", "evidence.json"),
-        ("inside", "inside"),
     ):
         arguments += [f"--{option}", str(tmp_path / name)]
     assert publish.main(arguments) == 0
     written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert "model.safetensors" not in written and {"config.json", "hashes.json", "training.jsonl"} <= written.keys()
-    assert {"inside.json", "attribution.json"} <= written.keys()
     assert written["report.md"] == "Served MODEL.\n" and "/somewhere" not in written["report.json"]
     beside = json.loads(written["beside_base.json"])
     assert beside["base-again/1024"]["same_logprobs"] == 2 and beside["base-again/1024"]["first_token_max"] == 0
@@ -550,15 +551,13 @@ def test_nothing_is_published_of_what_is_not_finished(
 ) -> None:
     write_run(tmp_path / "run", {"base": [(" 1.", [-0.5])]}, partial=True)
     (tmp_path / "agreement.json").write_text('{"asked": 60, "planned": 100}')
-    (tmp_path / "inside").mkdir()
-    for name in ("other.json", "inside/inside.json", "inside/attribution.json"):
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
 
     def go(evidence: str) -> str:
         assert publish.main([
             "--model", str(folder), "--log", str(tmp_path / "other.json"), "--run", str(tmp_path / "run"),
             "--agreement", str(tmp_path / "agreement.json"), "--evidence", str(tmp_path / evidence),
-            "--inside", str(tmp_path / "inside"), "--out", str(tmp_path / "out"),
+            "--out", str(tmp_path / "out"),
         ]) == 2  # fmt: skip
         return capsys.readouterr().err
 
@@ -596,14 +595,6 @@ def test_heads_begin_by_looking_back_and_by_matching_what_they_brought() -> None
     for head in range(4):
         assert seen[0][head].diagonal(-1 - head).mean() > 0.9
     assert int(seen[1][1, 39].argmax()) == 12  # two places after the name, where its value would stand
-
-
-def test_what_is_looked_at_from_inside_is_what_the_campaign_serves() -> None:
-    whole, inside = (load_patchset(ROOT / "patchsets" / f"sglang-v32{name}.toml") for name in ("", "-inside"))
-    served = {patch.patch_id: patch for patch in whole.patches}
-    assert inside.patches
-    for patch in inside.patches:
-        assert (patch.diffs, patch.title) == (served[patch.patch_id].diffs, served[patch.patch_id].title)
 
 
 def test_the_patchset_and_its_recipe_can_be_read() -> None:

@@ -21,7 +21,7 @@ def test_vllm_is_built_from_the_installed_package_and_launched_with_its_flags(
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("SCALE = 1\n")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path / "site"}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (tmp_path / "p.diff").write_text(
         "--- a/vllm/__init__.py\n+++ b/vllm/__init__.py\n@@ -1 +1 @@\n-SCALE = 1\n+SCALE = 2\n"

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,32 @@ def patchset(tmp_path: Path, tree: Path) -> Callable[..., PatchSet]:
     return make
 
 
+def test_an_environment_that_would_not_serve_the_patched_source_is_refused(
+    patchset: Callable[..., PatchSet], tmp_path: Path
+) -> None:
+    elsewhere = fake_sglang.write(tmp_path / "elsewhere")  # type: ignore[attr-defined]
+    venv.create(tmp_path / "env", symlinks=True, with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    hook = next((tmp_path / "env" / "lib").glob("python*/site-packages")) / "first.pth"
+    hook.write_text(f"{elsewhere}\n")  # behind PYTHONPATH: harmless
+    assert set(prepared(patchset(f'python = "{python}"'))) == {"base", "base-again", "p"}
+    hook.write_text(f"import sys; sys.path.insert(0, {str(elsewhere)!r})\n")
+    with pytest.raises(BuildError) as caught:
+        prepared(patchset(f'python = "{python}"'))
+    said = str(caught.value)
+    assert f"would import sglang from {elsewhere}/sglang and not from this build's source" in said
+    assert str(python) in said and ".pth" in said
+
+
+def test_an_interpreter_that_cannot_start_is_named(patchset: Callable[..., PatchSet], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *sys.argv\\[1:*) echo "bad hook" >&2; exit 3;; esac\n'
+                      f'exec {sys.executable} "$@"\n')  # fmt: skip
+    python.chmod(0o755)
+    with pytest.raises(BuildError, match=r"cannot look for sglang:\n    bad hook"):
+        prepared(patchset(f'python = "{python}"'))
+
+
 def prepared(patchset: PatchSet) -> dict[str, PreparedBuild]:
     return {item.build.build_id: item for item in prepare_builds(patchset, engine_of(patchset), MODEL, threads=1)}
 
@@ -137,7 +164,7 @@ def test_the_installed_sglang_of_an_environment_is_a_base(
 ) -> None:
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tree} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tree}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     made = prepared(patchset('python = "env/bin/python"', source=""))["base"]
     assert made.command[0] == str(python)
