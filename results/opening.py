@@ -4,12 +4,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from longrecall.needles.dataset import write_parquet
 from longrecall.results import run_folder
-from longrecall.results.plan import CampaignError, Plan, plan_key
+from longrecall.results.plan import CampaignError, Plan
 from longrecall.results.schema import Campaign
 from longrecall.runners.patchset import read_diffs
 from longrecall.runners.schema import Build
@@ -38,11 +38,9 @@ def open_run(plan: Plan, note: Callable[[str], None]) -> tuple[Path, Campaign]:
         existing = unfinished(options.runs_dir, plan.key)
     if existing is not None:
         campaign = run_folder.load_campaign(existing)
-        stored = plan_key(plan.patchset, [_without_info(b) for b in campaign.builds], campaign.suite_hash, options)
-        if stored != plan.key:
+        if differ := _differences(campaign, plan.campaign):
             raise CampaignError(
-                f"{existing} holds another campaign (patchset, sources, packages, conversations or settings differ);"
-                " give another --run-dir, or leave it out"
+                f"{existing} holds another campaign: {'; '.join(differ)}; give another --run-dir, or leave it out"
             )
         run_folder.load_timing(existing)  # a damaged one is named now, not after hours of asking
         note(f"going on with {existing}")
@@ -85,6 +83,40 @@ def unfinished(runs_dir: Path, key: str) -> Path | None:
         if not isinstance(said, dict) or said.get("partial"):
             return path
     return None
+
+
+# The recipe is not among them: its name may be another path to the same file, and the suite's hash says what it made.
+_FIXED = (
+    "seed", "rungs", "n_conversations", "block_size", "arms", "repeats", "max_tokens", "concurrency",
+    "gold_logprobs", "stop_early", "whole_replies", "template_args", "verdict", "onset_tokens",
+)  # fmt: skip
+
+
+def _differences(stored: Campaign, planned: Campaign) -> list[str]:
+    """What keeps a run from being gone on with, each with what is stored and what is asked for now."""
+    found = [
+        f"{name} is {getattr(stored, name)!r} there and {getattr(planned, name)!r} here"
+        for name in _FIXED
+        if getattr(stored, name) != getattr(planned, name)
+    ]
+    if stored.suite_hash != planned.suite_hash:
+        found.append(f"its conversations are suite {stored.suite_hash[:12]}, these {planned.suite_hash[:12]}")
+    there, here = ({b.build_id: _without_info(b) for b in campaign.builds} for campaign in (stored, planned))
+    if list(there) != list(here):
+        found.append(f"its builds are {', '.join(there)}, these {', '.join(here)}")
+    for name in there.keys() & here.keys():
+        if there[name] != here[name]:
+            found.append(f"build {name} differs in {', '.join(_differing(there[name], here[name]))}")
+    return found
+
+
+def _differing(stored: Build, planned: Build) -> list[str]:
+    if stored.manifest is None or planned.manifest is None:
+        return ["its manifest"]
+    names = [
+        f.name for f in fields(stored.manifest) if getattr(stored.manifest, f.name) != getattr(planned.manifest, f.name)
+    ]
+    return names or [f.name for f in fields(stored) if getattr(stored, f.name) != getattr(planned, f.name)]
 
 
 def _without_info(build: Build) -> Build:

@@ -281,6 +281,8 @@ def plan_key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: O
         "stop_early": options.stop_early,
         "whole_replies": options.whole_replies,
     }
+    if options.template_args:
+        what["template_args"] = dict(options.template_args)
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 

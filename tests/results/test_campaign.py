@@ -601,8 +601,25 @@ def test_a_server_that_dies_later_leaves_the_others_unharmed_and_the_run_goes_on
 def test_another_campaign_cannot_be_put_into_a_run_folder(launched: Callable[..., Options]) -> None:
     options = launched(BAD)
     outcome = run_campaign(options, Watcher())
-    with pytest.raises(CampaignError, match="holds another campaign"):
-        run_campaign(dataclasses.replace(options, run_dir=outcome.run_dir, seed=5), Watcher())
+    within = dataclasses.replace(options, run_dir=outcome.run_dir)
+    before = {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
+    thinking = {"enable_thinking": False}
+    for other, named in (
+        ({"seed": 5}, "seed is 0 there and 5 here"),
+        ({"max_tokens": 99}, "max_tokens is [0-9]+ there and 99 here"),
+        ({"concurrency": 3}, "concurrency is [0-9]+ there and 3 here"),
+        ({"arms": ("alone",)}, r"arms is \('warm',\) there and \('alone',\) here"),
+        ({"template_args": thinking}, "template_args is {} there and {'enable_thinking': False} here"),
+    ):
+        with pytest.raises(CampaignError, match=f"holds another campaign: {named}"):
+            run_campaign(dataclasses.replace(within, **other), Watcher())
+    options.patchset.write_text("margin = 0.2\n" + options.patchset.read_text())
+    with pytest.raises(CampaignError, match=r"holds another campaign: verdict is .*margin=0\.1.* there"):
+        run_campaign(within, Watcher())
+    launched(BAD.replace("0.9", "0.8"))
+    with pytest.raises(CampaignError, match="holds another campaign: build bad differs in args"):
+        run_campaign(within, Watcher())
+    assert {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_finished_run_is_not_gone_on_with(launched: Callable[..., Options]) -> None:
