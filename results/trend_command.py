@@ -1,6 +1,6 @@
 """`longrecall trend`: recall against context length over commits, with change points.
 
-    longrecall trend --store history --out results/trend
+    longrecall trend --store history --out results/pages
     longrecall trend --line main --otava /opt/otava/bin/otava
     longrecall trend --export-otava out/ --json
 
@@ -105,7 +105,7 @@ def trend(
     line: Annotated[str | None, typer.Option(help="Only this series.")] = None,
     suite: Annotated[str | None, typer.Option(help="Only this suite (hash or its beginning).")] = None,
     baseline: Annotated[str, typer.Option(help="Pinned baseline for the paired test.")] = "main",
-    out: Annotated[Path, typer.Option(help="Folder for trend.html.")] = Path("results/trend"),
+    out: Annotated[Path, typer.Option(help="Folder for trend.html.")] = Path("results/pages"),
     last: Annotated[int, typer.Option(min=1, help="Newest runs of a line that are looked at.")] = 2000,
     otava: Annotated[Path | None, typer.Option(help="Find change points with this otava executable.")] = None,
     export_otava: Annotated[Path | None, typer.Option(help="Also write CSV and otava.yaml here.")] = None,
