@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longrecall.needles.whole_file import write_text
+from longrecall.runners.ask_python import AskError, ask_python
 from longrecall.runners.diffs import DiffError, apply_diff
 from longrecall.runners.engines import ROOT, SOURCE_SUFFIXES, BaseSource, Engine, is_volatile
 from longrecall.runners.patchset import read_diffs, read_source_patcher
@@ -81,7 +82,8 @@ class PreparedBuild:
 def cache_dir() -> Path:
     """The user's cache folder of longrecall: LONGRECALL_CACHE or ~/.cache/longrecall."""
     given = os.environ.get("LONGRECALL_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longrecall"
+    folder = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longrecall"
+    return folder.absolute()  # builds run in folders of their own
 
 
 Suffixes = frozenset[str] | None
@@ -136,6 +138,8 @@ def _finish_tree(temp: Path, store: Path, folders: Sequence[str], suffixes: Suff
     links.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         (links / folder).symlink_to(Path("../..") / folder)
+    # Else the package goes on in an installed longrecall: a module that a patch deletes would come from there.
+    (links / "__init__.py").touch()
     (temp / ".ns" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
     tree_hash = hash_tree(temp, folders, suffixes)
     final = store / tree_hash[:16]
@@ -365,7 +369,7 @@ def prepare_builds(
             hardware=machine,
         )
         role = "base" if build_id == BASE else "aa" if patch is None else patch.role
-        env = _passed_env() | declared
+        env = _passed_env() | engine.compiled_env(trees.base.folder, tree.folder) | declared
         env |= engine.import_env(tree.folder, source, env)
         command = engine.command(model.path, threads, args)
         if command[0] == sys.executable:
@@ -386,12 +390,18 @@ def prepare_builds(
 
 
 _WHERE = """
-import importlib.util, sys
+import importlib.util, json, sys
+places = []
 for name in sys.argv[1:]:
-    found = importlib.util.find_spec(name)
-    print(next(iter(found.submodule_search_locations or [found.origin])) if found else "")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of a parent
+        spec = None
+    places.append(next(iter(spec.submodule_search_locations or [spec.origin])) if spec else None)
+answer(places)
 """
-_WHERE_S = 60.0
+_WHERE_S = 300.0
+"""A cold environment on a network disk takes a minute."""
 
 
 def check_imports(prepared: Sequence[PreparedBuild], packages: Sequence[str]) -> None:
@@ -403,30 +413,29 @@ def check_imports(prepared: Sequence[PreparedBuild], packages: Sequence[str]) ->
     Raises:
         BuildError: another source than the build's own, or an interpreter that does not answer.
     """
-    trees: dict[Path, PreparedBuild] = {}
+    questions: dict[tuple[object, ...], PreparedBuild] = {}
     for item in prepared:
         if item.tree is not None:
-            trees.setdefault(item.tree, item)
+            questions.setdefault((item.tree, item.command[0], *sorted(item.env.items())), item)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for _ in pool.map(lambda item: _check_imports_of(item, packages), trees.values()):
+        for _ in pool.map(lambda item: _check_imports_of(item, packages), questions.values()):
             pass
 
 
 def _check_imports_of(item: PreparedBuild, packages: Sequence[str]) -> None:
     python, where = item.command[0], f"build {item.build.build_id!r}"
     assert item.tree is not None
+    if os.pathsep in str(item.tree):
+        raise BuildError(
+            f"{where}: {item.tree} has {os.pathsep!r} in it and cannot be on PYTHONPATH; set LONGRECALL_CACHE to a"
+            " folder without"
+        )
     try:
-        done = subprocess.run(
-            [python, "-c", _WHERE, *packages], env=dict(item.env), cwd=item.tree.parent, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=_WHERE_S,
-        )  # fmt: skip
-    except (subprocess.TimeoutExpired, OSError) as problem:
-        raise BuildError(f"{where}: {python} did not say where it imports {', '.join(packages)}: {problem}") from None
-    if done.returncode:
-        tail = "\n".join("    " + line for line in done.stderr.strip().splitlines()[-5:])
-        raise BuildError(f"{where}: {python} cannot look for {', '.join(packages)}:\n{tail}")
+        places = ask_python(python, _WHERE, packages, env=item.env, timeout_s=_WHERE_S, cwd=item.tree.parent)
+    except AskError as problem:
+        raise BuildError(f"{where}: {python} cannot look for {', '.join(packages)}: {problem}") from None
     tree = item.tree.resolve()
-    for package, found in zip(packages, done.stdout.splitlines()[-len(packages) :], strict=True):
+    for package, found in zip(packages, places, strict=True):
         if not found or not Path(found).resolve().is_relative_to(tree):
             raise BuildError(
                 f"{where}: {python} would import {package} from {found or 'nowhere'} and not from this build's source"

@@ -145,6 +145,10 @@ class Engine:
     def finish_tree(self, base: Path, tree: Path) -> None:
         """Make a finished tree quick to start; nothing that decides what it computes."""
 
+    def compiled_env(self, base: Path, tree: Path) -> dict[str, str]:
+        """Variables that keep a tree from what was compiled for the base's, where caches would confuse the two."""
+        return {}
+
     def contradictions(self, args: tuple[str, ...], info: Mapping[str, object]) -> list[str]:
         """What the server says of itself against the arguments it was given, one line each."""
         return []
@@ -199,6 +203,11 @@ class SglangEngine(Engine):
         from longrecall.runners import sglang_source
 
         sglang_source.share_bytecode(base, tree, ("sglang",))
+
+    def compiled_env(self, base: Path, tree: Path) -> dict[str, str]:
+        from longrecall.runners import sglang_source
+
+        return {} if base == tree else sglang_source.own_compiled(base, tree, "sglang")
 
     def imports(self, folders: tuple[str, ...]) -> tuple[str, ...]:
         return ("sglang",)

@@ -20,7 +20,9 @@ _TRANSFER_PACKAGES = {
     "mooncake_tcp": "mooncake-transfer-engine",
     "nixl": "nixl",
 }
-_SHOWN_ENV = ("PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES")
+_SHOWN_ENV = (
+    "PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES", "TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ PYTHONPATH. Without `python`: LONGRECALL_SGLANG_PYTHON, else the `.venv-sglang` 
 environment longrecall runs in. Paths are relative to the patchset file.
 """
 
+import filecmp
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from longrecall.runners.ask_python import AskError, ask_python
 from longrecall.runners.engines import ROOT, BaseSource, Engine
 from longrecall.runners.patchset import PatchsetError
 from longrecall.runners.schema import PatchSet
@@ -31,10 +32,11 @@ from longrecall.runners.schema import PatchSet
 PYTHON_ENV = "LONGRECALL_SGLANG_PYTHON"
 _RELEASE = re.compile(r"(?:pypi:)?(\d+(?:\.\d+)+(?:\.?(?:post|rc|dev)\d+)?)")
 _FETCH_S = 1200.0
+_PROBE_S = 300.0
 
 # Run in the serving environment. Nothing of SGLang is imported there: that would take seconds, and a GPU.
 _PROBE = """
-import importlib.metadata, importlib.util, json, sys, sysconfig
+import importlib.metadata, importlib.util
 spec = importlib.util.find_spec(sys.argv[1])
 found = {"python": ".".join(map(str, sys.version_info[:3])), "where": None, "versions": {}}
 if spec is not None and spec.submodule_search_locations:
@@ -49,7 +51,7 @@ if stand_in is not None:
     for name in stand_in.PACKAGES:
         if type(getattr(importlib.util.find_spec(name), "loader", None)).__module__ == stand_in.__name__:
             found["versions"][name] = stand_in.VERSION
-print(json.dumps(found))
+answer(found)
 """
 
 
@@ -110,12 +112,10 @@ def base_source(patchset: PatchSet, engine: Engine, store: Path) -> BaseSource:
 
 def ask_environment(python: str, package: str, names: Sequence[str]) -> tuple[dict[str, str], Path | None]:
     """Package versions of an environment, and the folder of `package` if it is installed there."""
-    command = [python, "-P", "-c", _PROBE, package, *names]
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-        found = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as problem:
+        found = ask_python(python, _PROBE, (package, *names), env=env, timeout_s=_PROBE_S)
+    except AskError as problem:
         raise SglangSourceError(f"{python} cannot be asked for its packages: {problem}") from None
     versions = {"python": str(found["python"]), **found["versions"]}
     return versions, Path(found["where"]) if found["where"] else None
@@ -259,10 +259,10 @@ def _checkout(spec: str, where: str, patchset_path: Path, store: Path) -> Path:
 
 
 def share_bytecode(base: Path, tree: Path, folders: Sequence[str]) -> None:
-    """Give a tree the bytecode of another for the modules that are the same file or have its time and size.
+    """Give a tree the bytecode of another for the modules that are the same, with the same time.
 
     SGLang has thousands of modules; compiling what it imports takes a processor most of a minute in every new tree.
-    Python itself checks time and size of the source before it uses any of it.
+    Python itself checks time and size of the source before it uses any of it, which a build command may leave alike.
     """
     for folder in folders:
         for cached in (base / folder).rglob("__pycache__/*.pyc"):
@@ -270,10 +270,37 @@ def share_bytecode(base: Path, tree: Path, folders: Sequence[str]) -> None:
             source = relative.parent.parent / f"{cached.name.partition('.')[0]}.py"
             target = tree / relative
             try:
-                ours, theirs = (tree / source).stat(), (base / source).stat()
-                if target.exists() or (ours.st_mtime_ns, ours.st_size) != (theirs.st_mtime_ns, theirs.st_size):
+                if (tree / source).stat().st_mtime_ns != (base / source).stat().st_mtime_ns or target.exists():
+                    continue
+                if not _same(tree / source, base / source):
                     continue
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(cached, target)
             except OSError:
                 continue  # bytecode is a convenience
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
+
+
+_COMPILED = frozenset({".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
+_COMPILERS = re.compile(rb"\bload_jit\b|\bload_inline\b|\bcpp_extension\b")
+
+
+def own_compiled(base: Path, tree: Path, folder: str) -> dict[str, str]:
+    """Variables that give a tree compiled kernels of its own, where it changes what is compiled or how.
+
+    SGLang up to 0.5.17 finds a kernel that it has compiled by the sources' content and its arguments, not by flags and
+    exported names; torch finds one by its name, and takes what another process has just compiled under it. A patch to
+    these would be served the base's kernel.
+    """
+    for name in sorted({path.relative_to(root) for root in (base, tree) for path in (root / folder).rglob("*")}):
+        ours, theirs = tree / name, base / name
+        if name.suffix not in _COMPILED | {".py"} or (ours.is_file() and theirs.is_file() and _same(ours, theirs)):
+            continue
+        texts = [path.read_bytes() for path in (ours, theirs) if path.is_file()]
+        if texts and (name.suffix in _COMPILED or any(map(_COMPILERS.search, texts))):
+            kept = tree / ".compiled"
+            return {"TVM_FFI_CACHE_DIR": str(kept / "tvm-ffi"), "TORCH_EXTENSIONS_DIR": str(kept / "torch")}
+    return {}

@@ -144,6 +144,17 @@ def test_a_build_imports_itself_and_not_an_editable_checkout(tmp_path: Path) -> 
     assert Path(file).resolve().is_relative_to(tree.resolve()) and results == "None"
 
 
+def test_a_module_that_a_build_lacks_does_not_come_from_an_installed_longrecall(tmp_path: Path) -> None:
+    tree, _ = make_base_tree(ROOT, REFERENCE.source_folders, tmp_path)
+    installed = tmp_path / "site" / "longrecall" / "kernels"
+    installed.mkdir(parents=True)
+    (installed / "deleted.py").touch()
+    program = f"import sys; sys.path.append({str(tmp_path / 'site')!r}); import longrecall.kernels.deleted"
+    env = {"PYTHONPATH": str(tree / ".ns"), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert "No module named 'longrecall.kernels.deleted'" in done.stderr
+
+
 MODEL = ModelFolder(path=Path("/models/m"), weights_hash="w", tokenizer_hash="t", template_hash="c")
 
 

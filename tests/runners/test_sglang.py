@@ -101,8 +101,70 @@ def test_an_interpreter_that_cannot_start_is_named(patchset: Callable[..., Patch
     python.write_text('#!/bin/sh\ncase "$*" in *sys.argv\\[1:*) echo "bad hook" >&2; exit 3;; esac\n'
                       f'exec {sys.executable} "$@"\n')  # fmt: skip
     python.chmod(0o755)
-    with pytest.raises(BuildError, match=r"cannot look for sglang:\n    bad hook"):
+    with pytest.raises(BuildError, match=r"cannot look for sglang: it ended with code 3 .*\n    bad hook"):
         prepared(patchset(f'python = "{python}"'))
+
+
+def test_an_interpreter_that_talks_and_knows_no_safe_path_is_asked_all_the_same(
+    patchset: Callable[..., PatchSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.10 in an environment whose hooks print when it begins and when it ends."""
+    python, cwd = tmp_path / "python", tmp_path / "elsewhere"
+    talk = "import atexit; print('hello'); atexit.register(print, '/bye')"
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks" / "sitecustomize.py").write_text(talk)
+    python.write_text(
+        '#!/bin/sh\n[ "$1" != -P ] || exit 2\necho begins\nunset PYTHONSAFEPATH\n'
+        f'PYTHONPATH="$PYTHONPATH:{tmp_path}/hooks" exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.chdir(fake_sglang.write(cwd))  # type: ignore[attr-defined]
+    assert set(prepared(patchset(f'python = "{python}"'))) == {"base", "base-again", "p"}
+
+
+def test_a_variable_of_one_patch_that_leads_elsewhere_is_found(
+    patchset: Callable[..., PatchSet], tmp_path: Path
+) -> None:
+    elsewhere = fake_sglang.write(tmp_path / "elsewhere")  # type: ignore[attr-defined]
+    venv.create(tmp_path / "env", symlinks=True, with_pip=False)
+    hook = next((tmp_path / "env" / "lib").glob("python*/site-packages")) / "first.pth"
+    hook.write_text(f"import os, sys; 'AWAY' in os.environ and sys.path.insert(0, {str(elsewhere)!r})\n")
+    text = f'python = "{tmp_path}/env/bin/python"'
+    with pytest.raises(BuildError, match=r"build 'away': .* would import sglang from "):
+        prepared(patchset(text, patches='[[patch]]\nid = "away"\nenv = { AWAY = "1" }\n'))
+
+
+def test_the_cache_may_be_named_from_the_working_folder(
+    patchset: Callable[..., PatchSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGRECALL_CACHE", "mine")
+    base = prepared(patchset())["base"]
+    assert base.env["PYTHONPATH"] == str(base.tree) and base.tree and base.tree.is_relative_to(tmp_path / "mine")
+    monkeypatch.setenv("LONGRECALL_CACHE", "with:colon")
+    with pytest.raises(BuildError, match="cannot be on PYTHONPATH; set LONGRECALL_CACHE"):
+        prepared(patchset())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "own"),
+    [
+        ("KERNEL = load_jit('k', flags=['-O3'])\n", "KERNEL = load_jit('k', flags=['-O1'])\n", True),
+        ("LAYERS = 1\n", "LAYERS = 2\n", False),
+    ],
+)
+def test_a_patch_to_what_is_compiled_has_compiled_kernels_of_its_own(
+    before: str, after: str, own: bool, patchset: Callable[..., PatchSet], tree: Path, tmp_path: Path
+) -> None:
+    (tree / "sglang" / "kernel.py").write_text(before)
+    diff = f"--- a/sglang/kernel.py\n+++ b/sglang/kernel.py\n@@ -1 +1 @@\n-{before}+{after}"
+    (tmp_path / "kernel.diff").write_text(diff)
+    made = prepared(patchset(patches='[[patch]]\nid = "p"\ndiffs = ["kernel.diff"]\n'))
+    for name in ("TVM_FFI_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
+        kept = made["p"].env.get(name)
+        assert name not in made["base"].env and (kept is not None) == own
+        assert kept is None or Path(kept).is_relative_to(made["p"].tree or tree)
+        assert (kept is not None) == (f"{name}={kept}" in shell_text(launch_plans([made["p"]], None)[0]))
 
 
 def prepared(patchset: PatchSet) -> dict[str, PreparedBuild]:
@@ -269,6 +331,17 @@ def test_a_build_command_works_on_copies_and_what_it_leaves_is_part_of_the_build
     assert manifest and of_base and manifest.tree_hash != of_base.tree_hash
     with pytest.raises(BuildError, match=r"ended with code 3:\n    no compiler"):
         prepared(patchset(patches='[[patch]]\nid = "p"\nbuild_command = ["sh", "-c", "echo no compiler; exit 3"]\n'))
+
+
+def test_a_build_command_that_leaves_time_and_size_alike_is_not_served_old_bytecode(
+    patchset: Callable[..., PatchSet], tree: Path
+) -> None:
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(tree / "sglang")], check=True)
+    command = "touch -r sglang/answer.py then; sed -i s/42/43/ sglang/answer.py; touch -r then sglang/answer.py"
+    p = prepared(patchset(patches=f'[[patch]]\nid = "p"\nbuild_command = ["sh", "-c", "{command}"]\n'))["p"]
+    program = "from sglang.answer import ANSWER; print(ANSWER)"
+    done = subprocess.run([sys.executable, "-c", program], env=p.env, capture_output=True, text=True, check=True)
+    assert done.stdout == "43\n"
 
 
 def test_bytecode_is_shared_for_unchanged_modules_alone(tmp_path: Path, tree: Path) -> None:
