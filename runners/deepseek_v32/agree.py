@@ -124,10 +124,13 @@ class Rows:
         self.path = path
         self.done: dict[tuple[int, int], dict[str, Any]] = {}
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # a half line is no row
-        if lines and json.loads(lines[0]) != identity:
-            raise ValueError(f"{path} is of another model or other prompts; give another --work, or remove it")
-        for row in map(json.loads, lines[1:]):
-            self.done[row["length"], row["number"]] = row
+        try:
+            rows = [json.loads(line) for line in lines]
+            if rows and rows[0] != identity:
+                raise ValueError(f"{path} is of another model or other prompts; give another --work, or remove it")
+            self.done = {(row["length"], row["number"]): row for row in rows[1:]}
+        except (json.JSONDecodeError, KeyError, TypeError) as problem:
+            raise ValueError(f"{path} is damaged ({problem!r}); remove it") from None
         write_text(path, "\n".join(lines or [json.dumps(identity)]) + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
@@ -223,20 +226,34 @@ def asked_of_server(port: int, ids: Sequence[int], vocab: int) -> Floats:
 
 
 def told_of_tokens(run: Path, build: str, folder: Path, lengths: Sequence[int], per_length: int) -> dict[str, Any]:
-    """Torch against the log-probabilities stored with a run's replies."""
+    """Torch against the log-probabilities stored with a run's replies.
+
+    A reply whose text, cut again, has another number of tokens than it was generated in is left out and counted: words
+    that a broken model puts together may be cut otherwise.
+
+    Raises:
+        ValueError: the run has no such replies of `build` at a length.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ruler = Ruler.from_folder(folder)
     conversations = {item.conversation_id: item for item in read_parquet(run / "conversations.parquet")}
     model = load(folder, device).eval()
+    stored = load_replays(run)
     result: dict[str, Any] = {"run": run.name, "build": build, "lengths": {}}
     for length in lengths:
         replies = [
-            reply for reply in load_replays(run)
+            reply for reply in stored
             if reply.build_id == build and reply.rung == length and reply.response.token_logprobs
         ]  # fmt: skip
+        if not replies:
+            has = sorted({f"{reply.build_id} at {reply.rung}" for reply in stored if reply.response.token_logprobs})
+            raise ValueError(
+                f"{run}: no log-probabilities of build {build!r} at {length} tokens; it has those of"
+                f" {', '.join(has) or 'none'}"
+            )
         replies = sorted(replies, key=lambda reply: (reply.probe_id, reply.conversation_id))
         step = max(1, len(replies) // per_length)
-        differences, same, tokens = [], 0, 0
+        differences, same, compared, left_out = [], 0, 0, 0
         for reply in replies[::step][:per_length]:
             conversation = conversations[reply.conversation_id]
             ask = next(a for a in conversation.asks if a.probe_id == reply.probe_id and a.rung == length)
@@ -244,15 +261,18 @@ def told_of_tokens(run: Path, build: str, folder: Path, lengths: Sequence[int], 
             said = ruler.tokenizer.encode(str(reply.response.text), add_special_tokens=False).ids
             if reply.response.finish_reason == "stop":
                 said = [*said, END]
-            stored = reply.response.token_logprobs or ()
-            if len(said) != len(stored):
-                raise ValueError(f"{run}: {reply.probe_id}: {len(stored)} log-probabilities for {len(said)} tokens")
+            own = reply.response.token_logprobs or ()
+            if len(said) != len(own):
+                left_out += 1
+                continue
             mine = logprobs_of(model, ids, said, device)
-            differences += [abs(a - b) for (a, _), b in zip(mine, stored, strict=True)]
+            differences += [abs(a - b) for (a, _), b in zip(mine, own, strict=True)]
             same += sum(best for _, best in mine)
-            tokens += len(said)
+            compared += 1
+        if not differences:
+            raise ValueError(f"{run}: no reply of build {build!r} at {length} tokens can be cut as it was generated")
         result["lengths"][length] = {
-            "n": min(per_length, len(replies[::step])), "tokens": tokens, "same_argmax": same / max(tokens, 1),
+            "n": compared, "left_out": left_out, "tokens": len(differences), "same_argmax": same / len(differences),
             "difference_median": statistics.median(differences), "difference_max": max(differences),
         }  # fmt: skip
         print(json.dumps({length: result["lengths"][length]}), flush=True)
@@ -280,13 +300,20 @@ def wait_for(server: Server, meanwhile: Iterator[Callable[[], object]]) -> None:
         time.sleep(1) if work is None else work()
 
 
+def at_least_one(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="patchsets/recipes/closed-world.toml")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 1792, 4096, 8192])
-    parser.add_argument("--per-length", type=int, default=25)
+    parser.add_argument("--per-length", type=at_least_one, default=25)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=31900)
     parser.add_argument("--run", type=Path, help="a run folder whose stored replies are compared; nothing is served")
@@ -300,11 +327,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = told_of_tokens(options.run, options.build, options.model, options.lengths, options.per_length)
         else:
             result = agree(options)
+        write_text(options.out, json.dumps(result, indent=1) + "\n")
     except (ValueError, ServedBuildError, OSError) as problem:
         print(f"longrecall: error: {problem}", file=sys.stderr)
         return 2
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0 if result.get("asked") == result.get("planned") else 3
 

@@ -34,7 +34,7 @@ from longrecall.kernels.indexer.emulate import Activations, Pipeline, select
 from longrecall.kernels.indexer.presets import PRESETS
 from longrecall.needles.whole_file import write_text
 from longrecall.results.run_folder import load_campaign
-from longrecall.runners.deepseek_v32.agree import prompts
+from longrecall.runners.deepseek_v32.agree import at_least_one, prompts
 from longrecall.runners.deepseek_v32.export import load
 from longrecall.runners.deepseek_v32.model import V32Model, rope_of
 from longrecall.runners.diffs import with_diffs
@@ -102,30 +102,43 @@ def measured(activations: Activations, name: str) -> tuple[float, float, float]:
     return float(kept), float(attention[picks].sum()), float(torch.isin(base, picks).float().mean())
 
 
-def write_observations(run: Path, source: SourceTree, kept: Mapping[str, Sequence[float]], detail: str) -> None:
-    """evidence-PATCH.json of each of the run's patches with a diff.
+Rows = dict[str, list[dict[str, Any]]]
+"""Observations by patch."""
 
-    kept: by patch, the share of base's selection that each prompt keeps.
+
+def routed_scaling(run: Path, source: SourceTree) -> Rows:
+    """How often each of the run's patched sources applies the routed scaling factor; nothing where it is not clear.
 
     Raises:
-        SourceError: a diff that does not apply to `source`.
+        SourceError: a diff that cannot be read or does not apply to `source`.
     """
     scenario = Scenario(model="deepseek_v2", quant="bf16", runner="triton")
+    rows: Rows = {}
     for patch in load_campaign(run).patchset.patches:
         if not patch.diffs:
             continue
         diffs = [run / "patches" / Path(name).name for name in patch.diffs]
-        rows = []
         counts = trace(with_diffs(source, diffs), scenario).layers["other"].routed
+        rows[patch.patch_id] = []
         if counts is not None and (counts == (1,) or 1 not in counts):
             said = f"routed scaling factor to the power of {' or '.join(map(str, counts))} in the patched source"
-            rows.append(_row(patch.patch_id, "scale_exponent", float(counts != (1,)), 0.01, 1, said))
-        if patch.patch_id in kept:
-            lost = [1.0 - share for share in kept[patch.patch_id]]
+            rows[patch.patch_id].append(_row(patch.patch_id, "scale_exponent", float(counts != (1,)), 0.01, 1, said))
+    return rows
+
+
+def write_observations(run: Path, rows: Rows, kept: Mapping[str, Sequence[float]], detail: str) -> None:
+    """evidence-PATCH.json of each patch of `rows` of which there is something to say.
+
+    kept: by patch, the share of base's selection that each prompt keeps, two prompts at least.
+    """
+    for patch, found in rows.items():
+        if patch in kept:
+            lost = [1.0 - share for share in kept[patch]]
             mean, error = statistics.mean(lost), statistics.stdev(lost) / len(lost) ** 0.5
             said = f"{100 * mean:.1f} % of base's selection is lost on {detail}"
-            rows.append(_row(patch.patch_id, "selection_shift", mean, max(error, 0.002), len(lost), said))
-        write_text(run / f"evidence-{patch.patch_id}.json", json.dumps(rows, indent=1) + "\n")
+            found = [*found, _row(patch, "selection_shift", mean, max(error, 0.002), len(lost), said)]
+        if found:
+            write_text(run / f"evidence-{patch}.json", json.dumps(found, indent=1) + "\n")
 
 
 def _row(patch: str, feature: str, estimate: float, stderr: float, n: int, detail: str) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="patchsets/recipes/closed-world.toml")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--per-length", type=int, default=24)
+    parser.add_argument("--per-length", type=at_least_one, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", type=Path, help="a campaign's folder: what is said of its patches is kept there")
     parser.add_argument(
@@ -149,13 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = None
+    routed: Rows = {}
     try:
         if options.run is not None:
-            load_campaign(options.run)
-            source = open_source(options.sglang)
+            if len(options.lengths) * options.per_length < 2:
+                raise ValueError("--per-length 1: what is kept of one prompt has no error; attribution needs two")
+            # before anything is computed: a source that is not the one that was served shows here
+            routed = routed_scaling(options.run, open_source(options.sglang))
         model = load(options.model, device).eval()
         asked = prompts(options.model, options.recipe, options.lengths, options.per_length, options.seed)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as problem:
         print(f"longrecall: error: {problem}", file=sys.stderr)
         return 2
@@ -185,17 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name, cells in table.items()
             },
         }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(options.out, json.dumps(result, indent=1) + "\n")
-    if source is not None:
-        where = " and ".join(f"{length:,}" for length in options.lengths)
-        chance = 100 * (1 - statistics.mean(by_chance))
-        detail = f"{len(by_chance)} prompts' captured activations at {where} tokens ({chance:.0f} % by chance)"
-        try:
-            write_observations(options.run, source, kept, detail)
-        except (ValueError, OSError) as problem:
-            print(f"longrecall: error: {problem}", file=sys.stderr)
-            return 2
+    where = " and ".join(f"{length:,}" for length in options.lengths)
+    chance = 100 * (1 - statistics.mean(by_chance))
+    detail = f"{len(by_chance)} prompts' captured activations at {where} tokens ({chance:.0f} % by chance)"
+    try:
+        write_text(options.out, json.dumps(result, indent=1) + "\n")
+        if options.run is not None:
+            write_observations(options.run, routed, kept, detail)
+    except OSError as problem:
+        print(f"longrecall: error: {problem}", file=sys.stderr)
+        return 2
     print(json.dumps(result))
     return 0
 

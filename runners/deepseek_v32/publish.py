@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from longrecall.needles.whole_file import write_text
-from longrecall.results.run_folder import load_replays
+from longrecall.results.run_folder import REPLAYS, load_replays
 
 BASE = "base"
 
@@ -57,28 +57,66 @@ def beside_base(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def publish(model: Path, log: Path, run: Path, agreement: Path, evidence: Path, out: Path) -> list[str]:
-    """Names of the files written; nothing is written where one to be copied is missing or says that it is partial."""
+    """Names of the files written.
+
+    Raises:
+        ValueError: one to be copied cannot be read, is partial, or is of other weights than the model's; nothing is
+            written then.
+    """
     texts = {
         "config.json": model / "config.json", "hashes.json": model / "hashes.json", "training.jsonl": log,
         "report.json": run / "report.json", "report.md": run / "report.md", "agreement.json": agreement,
         "evidence.json": evidence,
     }  # fmt: skip
-    found = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
-    report, agreed = json.loads(found["report.json"]), json.loads(found["agreement.json"])
-    if report["partial"]:
+    found = {}
+    for name, path in texts.items():
+        try:
+            found[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as problem:
+            raise ValueError(f"{path}: no text: {problem}") from None
+    told = {name: _table(texts[name], text) for name, text in found.items() if name.endswith(".json")}
+    report, agreed = told["report.json"], told["agreement.json"]
+    if _value(report, texts["report.json"], "partial"):
         raise ValueError(f"{run}: the campaign is not finished; run it again, it goes on")
-    if agreed["asked"] != agreed["planned"]:
-        raise ValueError(
-            f"{agreement}: {agreed['asked']} of {agreed['planned']} prompts; run the agreement again, it goes on"
-        )
-    served = report["builds"][0]["manifest"]["server_info"]["model_path"]
+    asked, planned = (_value(agreed, agreement, key) for key in ("asked", "planned"))
+    if asked != planned:
+        raise ValueError(f"{agreement}: {asked} of {planned} prompts; run the agreement again, it goes on")
+    served = _value(report, texts["report.json"], "builds", 0, "manifest", "server_info", "model_path")
+    weights = told["hashes.json"].get("model.safetensors")
+    manifest = report["builds"][0]["manifest"]
+    for path, of in ((agreement, agreed.get("weights")), (texts["report.json"], manifest.get("weights_hash"))):
+        if of is not None and of != weights:
+            raise ValueError(f"{path}: of weights {str(of)[:12]}, where {model} holds {str(weights)[:12]}")
+    beside = beside_base(run)
+    if not beside:
+        raise ValueError(f"{run / REPLAYS}: no replies of {BASE} and of another build to the same questions")
     for name in ("report.json", "report.md"):
         found[name] = found[name].replace(served, "MODEL")
-    found["beside_base.json"] = json.dumps(beside_base(run), indent=1) + "\n"
+    found["beside_base.json"] = json.dumps(beside, indent=1) + "\n"
     out.mkdir(parents=True, exist_ok=True)
     for name, text in found.items():
         write_text(out / name, text)
     return sorted(found)
+
+
+def _table(path: Path, text: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except ValueError as problem:
+        raise ValueError(f"{path}: no JSON: {problem}") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: no JSON object")
+    return table
+
+
+def _value(table: dict[str, Any], path: Path, *keys: str | int) -> Any:
+    value: Any = table
+    for key in keys:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"{path}: no {'.'.join(map(str, keys))} in it") from None
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         written = publish(**vars(options))
-    except (ValueError, KeyError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         print(f"longrecall: error: {problem}", file=sys.stderr)
         return 2
     print(json.dumps({"out": str(options.out), "written": written}))

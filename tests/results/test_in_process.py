@@ -14,7 +14,7 @@ from longrecall.results import run_folder
 from longrecall.results.in_process import evidence_path, explain_losses, gather_evidence
 from longrecall.results.report import write_reports
 from longrecall.runners.builds import ModelFolder
-from longrecall.runners.deepseek_v32.evidence import write_observations
+from longrecall.runners.deepseek_v32.evidence import routed_scaling, write_observations
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def test_what_a_models_activations_and_the_source_say_of_sglangs_patches_is_kept
     (folder / "patches" / "rotation.diff").write_text(f"{head}@@ -1,1 +1,2 @@\n import torch\n+# rotated\n")
     files = {"sglang/__init__.py": "", "sglang/version.py": '__version__ = "0"', model: MOE}
     source = SourceTree("sglang", "a small engine", files | {"sglang/srt/layers/moe/utils.py": UTILS})
-    write_observations(folder, source, {rotation: [0.3, 0.34, 0.32]}, "three prompts")
+    seen = routed_scaling(folder, source)
+    write_observations(folder, seen, {rotation: [0.3, 0.34, 0.32]}, "three prompts")
     assert not evidence_path(folder, flags).is_file()
     kept = {o.feature: o for o in load_observations(evidence_path(folder, rotation))}
     assert kept["selection_shift"].estimate == pytest.approx(0.68) and kept["selection_shift"].n == 3

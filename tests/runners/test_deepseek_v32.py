@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch
 from longrecall.kernels.indexer.reference import indexer_logits_ref
 from longrecall.kernels.indexer.rotation import apply_rope
 from longrecall.kernels.moe.routing import topk
+from longrecall.needles.dataset import write_parquet
 from longrecall.needles.plant import make_conversations
 from longrecall.needles.recipes import recipe
 from longrecall.needles.render import Ruler, messages_for
@@ -415,6 +417,82 @@ def test_a_runs_log_probabilities_are_held_against_torchs(folder: Path) -> None:
         assert best == (int(whole[place].argmax()) == token)
 
 
+def test_a_reply_that_cannot_be_cut_again_is_left_out_and_an_absent_build_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ruler = Ruler.from_folder(folder)
+    conversation = next(iter(make_conversations(recipe(str(CLOSED_WORLD)), ruler=ruler, rungs=[450], count=1, seed=0)))
+    run, out = tmp_path / "run", tmp_path / "out.json"
+    write_run(run, {"base": [(" 1.", [-0.5, -0.1, -0.1]), (" 1.", [-0.5])], "other": [(" 1.", [-0.5])]})
+    write_parquet([conversation], run / "conversations.parquet")
+    rows = [json.loads(line) for line in (run / "replays.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"conversation_id": conversation.conversation_id, "probe_id": conversation.asks[0].probe_id, "rung": 450}
+    (run / "replays.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def told(*more: str) -> int:
+        return agree.main([str(folder), "--out", str(out), "--run", str(run), "--lengths", "450", *more])
+
+    assert told() == 0
+    assert {k: json.loads(out.read_text())["lengths"]["450"][k] for k in ("n", "left_out", "tokens")} == {
+        "n": 1, "left_out": 1, "tokens": 3,
+    }  # fmt: skip
+    out.unlink()
+    assert told("--build", "other") == 2 and "no reply of build 'other' at 450 tokens can be" in capsys.readouterr().err
+    assert told("--build", "none") == 2
+    assert "no log-probabilities of build 'none' at 450 tokens; it has those of base at 450" in capsys.readouterr().err
+    assert not out.exists()
+    with pytest.raises(SystemExit):
+        told("--per-length", "0")
+
+
+def test_a_source_that_was_not_served_is_refused_before_anything_is_computed_or_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patchset = load_patchset(ROOT / "patchsets" / "sglang-v32.toml")
+    monkeypatch.setattr(evidence, "load_campaign", lambda run: SimpleNamespace(patchset=patchset))
+    monkeypatch.setattr(evidence, "load", lambda *_: pytest.fail("the model is loaded"))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "run" / "patches").mkdir(parents=True)
+    arguments = [str(folder), "--out", str(tmp_path / "out" / "e.json"), "--run", str(tmp_path / "run")]
+    arguments += ["--sglang", str(tmp_path / "sglang")]
+    assert evidence.main(arguments) == 2
+    assert "sglang-h200-index-keys-bf16.diff: No such file" in capsys.readouterr().err
+    for name in {name for patch in patchset.patches for name in patch.diffs}:
+        (tmp_path / "run" / name).write_bytes((ROOT / "patchsets" / name).read_bytes())
+    assert evidence.main(arguments) == 2 and "dsa_indexer.py" in capsys.readouterr().err
+    assert evidence.main([*arguments, "--lengths", "600", "--per-length", "1"]) == 2
+    assert "attribution needs two" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not list((tmp_path / "run").glob("evidence-*"))
+
+
+def test_what_is_known_of_a_patch_is_kept_for_attribution_and_nothing_where_nothing_is(tmp_path: Path) -> None:
+    evidence.write_observations(tmp_path, {"a": [], "b": []}, {"a": [0.25, 0.75], "c": [1.0, 1.0]}, "two prompts")
+    assert [path.name for path in tmp_path.iterdir()] == ["evidence-a.json"]
+    (row,) = json.loads((tmp_path / "evidence-a.json").read_text())
+    assert (row["feature"], row["estimate"], row["stderr"], row["n"]) == ("selection_shift", 0.5, 0.25, 2)
+
+
+def test_evidence_of_a_run_is_kept_in_its_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(evidence.PIPELINES, "fp4 keys")  # type: ignore[arg-type]  # in blocks of 32; these keys have 16
+    monkeypatch.setattr(evidence, "open_source", lambda where: where)
+    monkeypatch.setattr(evidence, "routed_scaling", lambda run, source: {"rope-layout": [], "mla-kv-fp8": []})
+    (tmp_path / "run").mkdir()
+    assert evidence.main([
+        str(folder), "--out", str(tmp_path / "e.json"), "--recipe", str(CLOSED_WORLD), "--lengths", "450", "600",
+        "--per-length", "1", "--run", str(tmp_path / "run"),
+    ]) == 0  # fmt: skip
+    assert json.loads((tmp_path / "e.json").read_text()) == json.loads(capsys.readouterr().out)
+    (kept,) = (tmp_path / "run").iterdir()
+    (row,) = json.loads(kept.read_text())
+    assert kept.name == "evidence-rope-layout.json" and row["n"] == 2 and 0 < row["estimate"] < 1
+    chance = 100 * (1 - (48 / 450 + 48 / 600) / 2)
+    assert row["detail"].endswith(f"2 prompts' captured activations at 450 and 600 tokens ({chance:.0f} % by chance)")
+
+
 class Answers:
     """SGLang's /generate with every log-probability, answered by a torch model in bf16; ends after `enough` prompts."""
 
@@ -498,6 +576,18 @@ def test_agreement_sees_another_model_and_refuses_to_mix_rows(
     assert "rows.jsonl is of another model or other prompts" in capsys.readouterr().err
 
 
+def test_damaged_rows_of_an_agreement_are_named(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n{"length": 450}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl is damaged \(KeyError\('number'\)\); remove it"):
+        agree.Rows(rows, {"a": 1})
+    rows.write_text("]\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl is damaged"):
+        agree.Rows(rows, {"a": 1})
+    rows.write_text('{"a": 1}\n{"length": 450, "number": 0}\n{"len')
+    assert set(agree.Rows(rows, {"a": 1}).done) == {(450, 0)}
+
+
 def write_run(run: Path, said: dict[str, list[tuple[str, list[float]]]], *, partial: bool = False) -> None:
     """A finished campaign: of each build, text and log-probabilities of its replies to the same questions."""
     run.mkdir()
@@ -566,6 +656,33 @@ def test_nothing_is_published_of_what_is_not_finished(
     (tmp_path / "run" / "report.json").write_text('{"partial": false}')
     assert "60 of 100 prompts" in go("other.json")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("agreement.json", "[]", "agreement.json: no JSON object"),
+        ("agreement.json", "{}", "agreement.json: no asked in it"),
+        ("agreement.json", '{"asked": 1, "planned": 1, "weights": "0123"}', "agreement.json: of weights 0123, where"),
+        ("evidence.json", "{", "evidence.json: no JSON: "),
+        ("run/report.json", "{}", "report.json: no partial in it"),
+        ("run/report.json", '{"partial": false, "builds": []}', "no builds.0.manifest.server_info.model_path in it"),
+        ("run/replays.jsonl", "", "replays.jsonl: no replies of base and of another build"),
+        ("log.jsonl", b"\xff\xfe", "log.jsonl: no text"),
+    ],
+)
+def test_nothing_is_published_of_what_cannot_be_read_or_is_of_another_model(
+    file: str, text: str | bytes, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", {"base": [(" 1.", [-0.5])], "base-again": [(" 1.", [-0.5])]})
+    arguments = ["--model", str(folder), "--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    whole = {"agreement.json": '{"asked": 1, "planned": 1}', "evidence.json": "{}", "log.jsonl": "{}\n"}
+    for name, default in whole.items():
+        (tmp_path / name).write_text(default)
+        arguments += [f"--{name.partition('.')[0]}", str(tmp_path / name)]
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert publish.main(arguments) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_fp8_selection_differs_from_the_exact_one_at_the_boundary_alone() -> None:
