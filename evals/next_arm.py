@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import StrictInt, TypeAdapter, ValidationError
+
 from longrecall.evals.attribute import AGAIN, ARMS, REPAIRS
 from longrecall.evals.causes import IN_PROCESS
 from longrecall.evals.schema import NextArm
@@ -176,12 +178,61 @@ def write_arms(run: Path, wanted: Sequence[tuple[str, str]], path: Path, *, name
     write_text(path, "\n".join(lines) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Patch:
+    patch_id: str
+    diffs: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    env: dict[str, str] | None = None
+    model_override: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PatchSet:
+    engine: str
+    path: str
+    patches: tuple[_Patch, ...]
+    args: tuple[str, ...] = ()
+    env: dict[str, str] | None = None
+    model_override: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    server_info: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build:
+    manifest: _Manifest | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What is checked by type of a campaign; the rest is ignored."""
+
+    patchset: _PatchSet
+    rungs: tuple[StrictInt, ...]
+    builds: tuple[_Build, ...] = ()
+    onset_tokens: StrictInt | None = None
+    max_tokens: StrictInt | None = None
+
+
+_ADAPTER = TypeAdapter(_Checked)
+
+
 def _campaign(run: Path) -> dict[str, Any]:
     path = run / "campaign.json"
     try:
         campaign: dict[str, Any] = json.loads(path.read_bytes())
-        campaign["patchset"]["engine"], campaign["patchset"]["patches"], campaign["patchset"]["path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _ADAPTER.validate_python(campaign)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "it"
+        raise ScoresError(
+            f"{path}: no patchset in it that can be served: {place}: {fault['msg']} (got {str(fault['input'])[:80]!r})"
+        ) from None
+    except (OSError, ValueError) as error:
         raise ScoresError(f"{path}: no patchset in it ({error})") from None
     return campaign
 
@@ -219,7 +270,7 @@ def _index_topk(campaign: dict[str, Any]) -> int | None:
 
 
 def _told(campaign: dict[str, Any], key: str) -> float | None:
-    """A number of the model's configuration: of the patchset, else of the base's server, else of config.json."""
+    """A number above 0 of the model's configuration: of the patchset, else of base's server, else of config.json."""
     base: dict[str, Any] = next(iter(campaign.get("builds", ())), {})
     info = (base.get("manifest") or {}).get("server_info") or {}
     folder = campaign.get("model_folder") or info.get("model_path")
@@ -228,7 +279,7 @@ def _told(campaign: dict[str, Any], key: str) -> float | None:
         table = told.pop()
         if isinstance(table, dict):
             value = table.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
                 return float(value)
             told += table.values()
     return None

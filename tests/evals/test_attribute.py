@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 
 import numpy as np
@@ -373,6 +374,45 @@ def test_sglang_doubles_the_models_index_topk_and_never_beyond_its_kernels(tmp_p
             arm_of(run, "topk_recovers", "sglang")
     else:
         assert arm_of(run, "topk_recovers", "sglang")["base--topk-x2"].model_override == {"index_topk": doubled}
+
+
+@pytest.mark.parametrize(
+    ("info", "doubled"),
+    [
+        ({"a": {"b": {"index_topk": 512}}}, 1024),
+        ({"index_topk": "512", "a": {"index_topk": -1}}, None),
+        ({"index_topk": float("inf"), "a": "index_topk"}, None),
+        (None, None),
+    ],
+)
+def test_index_topk_is_a_number_above_0_that_the_base_told_wherever_it_stands(tmp_path, info, doubled):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]}, engine="sglang")
+    campaign = json.loads((run / "campaign.json").read_text()) | {"builds": [{"manifest": {"server_info": info}}]}
+    campaign["onset_tokens"] = 2048
+    (run / "campaign.json").write_text(json.dumps(campaign))
+    assert ("topk_recovers" in unavailable(run)) == (doubled is None)
+    if doubled:
+        assert arm_of(run, "topk_recovers", "sglang")["base--topk-x2"].model_override == {"index_topk": doubled}
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"builds": [None]}, "builds.0: "),
+        ({"builds": [{"manifest": "x"}]}, "builds.0.manifest: "),
+        ({"onset_tokens": "512"}, "onset_tokens: "),
+        ({"rungs": None}, "rungs: "),
+        ({"patchset": {"engine": ["sglang"], "path": "x", "patches": []}}, "patchset.engine: "),
+        ({"patchset": {"engine": "sglang", "path": "x", "patches": [{}]}}, "patchset.patches.0.patch_id: "),
+    ],
+)
+def test_a_campaign_of_which_no_arm_can_be_served_is_named_with_the_place(tmp_path, broken, said):
+    run = store(tmp_path / "a", {"rotation": FAULTS["rotation"]})
+    campaign = json.loads((run / "campaign.json").read_text()) | broken
+    (run / "campaign.json").write_text(json.dumps(campaign))
+    with pytest.raises(ScoresError, match=f"campaign.json: .*: {re.escape(said)}"):
+        arm_of(run, "chunk_recovers", "sglang")
+    assert "chunk_recovers" in unavailable(run)
 
 
 @pytest.mark.parametrize(
