@@ -113,6 +113,6 @@ def pinned(history: History, name: str) -> Stored:
         )
     wanted = str(setting.value.get("entry"))
     for stored in history.entries()[0]:
-        if stored.id == wanted:
+        if stored.id == wanted or wanted in stored.ids:
             return stored
     raise HistoryError(f"{history.storage.url}: baseline {name!r} is entry {wanted}, which is not in the history")

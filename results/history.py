@@ -8,7 +8,8 @@
 The last part of a manifest's name is the sha256 of its bytes; the manifest holds the sha256 of its Parquet file, whose
 metadata holds the sha256 of the manifest's identity. Any flipped byte is found, two writers never share a file, and
 merging two histories is the union of their files. A manifest is written after its rows: without it they do not count,
-so a killed writer leaves no half-run. Trend and gate read manifests alone; databases are caches made from the rows.
+so a killed writer leaves no half-run. A run stored without rows is completed by a second manifest that differs only in
+naming them; the first no longer counts. Trend reads manifests alone; databases are caches made from the rows.
 
 A series is keyed by the suite hash: other prompts are another series. Columns and fields are only ever added.
 """
@@ -16,9 +17,10 @@ A series is keyed by the suite hash: other prompts are another series. Columns a
 import json
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -135,6 +137,11 @@ class Stored(NamedTuple):
         return self.name.rsplit("_", 1)[1].removesuffix(".json")
 
     @property
+    def ids(self) -> set[str]:
+        """Its id, and the one it has or had without its rows: what a baseline pinned then goes by."""
+        return {self.id, encode(replace(self.entry, rows=None), None)[0].id}
+
+    @property
     def rows_name(self) -> str:
         return self.name.removesuffix(".json") + ".parquet"
 
@@ -186,7 +193,8 @@ class History:
     def add(self, entry: Entry, table: "pa.Table | None") -> Stored:
         """Store one build of a run with its probe rows; the same content again is no change.
 
-        Raises HistoryError when the same run and build is stored with another content.
+        What was stored without rows is completed by the same run with them. Raises HistoryError when the same run and
+        build is stored with another content.
         """
         [stored] = self.add_many([(entry, table)])
         return stored
@@ -202,26 +210,42 @@ class History:
             manifests[stored.name] = data
             if parquet is not None:
                 rows[stored.rows_name] = parquet
-        self._refuse_changed_runs(done)
+        complete = self._refuse_changed_runs(done)
         if self.rows is not None and rows:
             self.rows.write_many(rows)
-        self.storage.write_many(manifests)
-        return done
+        self.storage.write_many({name: data for name, data in manifests.items() if name not in complete})
+        return [complete.get(stored.name, stored) for stored in done]
 
-    def _refuse_changed_runs(self, new: Sequence[Stored]) -> None:
+    def _refuse_changed_runs(self, new: Sequence[Stored]) -> dict[str, Stored]:
+        """What is stored with its rows already, by the name it would get without them."""
+        complete = {}
         for suite in {stored.name.rsplit("/", 1)[0] for stored in new}:
             taken = defaultdict(set)
             for name in self.storage.names(suite):
                 if name.endswith(".json"):
                     taken[_run_part(name)].add(name)
             for stored in new:
-                other = taken[_run_part(stored.name)] - {stored.name}
-                if stored.name.startswith(suite) and other:
-                    raise HistoryError(
-                        f"{self.storage.url}: run {stored.entry.run_id}, build {stored.entry.build_id} is already"
-                        f" stored with another content: {min(other)}. A run is never changed; give the new one an id of"
-                        " its own"
-                    )
+                others = taken[_run_part(stored.name)] - {stored.name} if stored.name.startswith(suite) else set()
+                for name, data in self.storage.read_many(sorted(others)):
+                    try:
+                        other = Stored(name, decode(name, data))
+                    except HistoryError:
+                        other = None
+                    if other is None or not _differ_in_rows_alone(stored, other):
+                        raise HistoryError(self._changed(stored, name, other))
+                    if other.entry.rows is not None:
+                        complete[stored.name] = other
+        return complete
+
+    def _changed(self, stored: Stored, name: str, other: Stored | None) -> str:
+        now, was = (json.loads(canonical(asdict(s.entry))) for s in (stored, other or stored))
+        fields = [f for f, value in now.items() if f != "rows" and value != was[f]]
+        differing = f" (differing: {', '.join(fields)})" if fields else ""
+        return (
+            f"{self.storage.url}: run {stored.entry.run_id}, build {stored.entry.build_id} is already"
+            f" stored with another content: {name}{differing}. A run is never"
+            " changed; give the new one an id of its own"
+        )
 
     def set(self, setting: Setting) -> str:
         """Append a baseline or thresholds; the newest of a kind and name holds."""
@@ -239,6 +263,11 @@ class History:
 
         suite: a suite hash or the beginning of one.
         """
+        found, _, problems = self._read(suite)
+        return found, problems
+
+    def _read(self, suite: str | None = None) -> tuple[list[Stored], list[Stored], list[Problem]]:
+        """As `entries`, with what was stored without rows and is stored with them since between the two."""
         wanted = [
             name
             for name in self.storage.names(ROOT)
@@ -254,18 +283,25 @@ class History:
                 except HistoryError as error:
                     problems.append(Problem(name, str(error)))
         found.sort(key=lambda stored: (stored.entry.created, stored.name))
-        by_run: dict[tuple[str, str], str] = {}
+        by_run: dict[tuple[str, str], Stored] = {}
+        bare = []
         for stored in found:
             key = (stored.entry.run_id, stored.entry.build_id)
-            first = by_run.setdefault(key, stored.name)
-            if first != stored.name:
+            first = by_run.setdefault(key, stored)
+            if first is stored:
+                continue
+            if _differ_in_rows_alone(first, stored):
+                bare.append(stored if stored.entry.rows is None else first)
+                by_run[key] = first if stored.entry.rows is None else stored
+            else:
                 problems.append(
                     Problem(
                         stored.name,
-                        f"{stored.name}: run {key[0]}, build {key[1]} is also {first}; one of them is wrong",
+                        f"{stored.name}: run {key[0]}, build {key[1]} is also {first.name}; one of them is wrong",
                     )
                 )
-        return found, problems
+        hidden = {stored.name for stored in bare}
+        return [stored for stored in found if stored.name not in hidden], bare, problems
 
     def settings(self, kind: str) -> tuple[list[Setting], list[Problem]]:
         """All settings of a kind, oldest first."""
@@ -320,7 +356,12 @@ class History:
         import pyarrow.parquet as pq
 
         if stored.entry.rows is None:
-            raise HistoryError(f"{stored.name}: stored without probe rows")
+            rows = shlex.quote(self.rows.url) if self.rows is not None else "FOLDER"
+            raise HistoryError(
+                f"{stored.name}: stored without probe rows, which comparing needs. Where the run's folder is kept:"
+                f" {_add_command(stored.entry, self.storage.url)} --rows {rows} completes it; then give the same --rows"
+                " here (or LONGRECALL_ROWS)"
+            )
         if self.rows is None:
             raise HistoryError(f"{stored.rows_name}: the rows are not in {self.storage.url}; say where with --rows")
         try:
@@ -347,9 +388,9 @@ class History:
         Returns the number of files checked and every problem found.
         """
         names = [n for n in self.storage.names(ROOT) if n.endswith(".json")]
-        found, problems = self.entries()
+        found, bare, problems = self._read()
         problems += [p for kind in ("baseline", "thresholds") for p in self.settings(kind)[1]]
-        known = {f"{stored.name}" for stored in found} | {p.name for p in problems}
+        known = {stored.name for stored in (*found, *bare)} | {p.name for p in problems}
         problems += [
             Problem(n, f"{n}: not a file of a history") for n in names if n not in known and not n.startswith(SETTINGS)
         ]
@@ -394,14 +435,14 @@ class History:
 
     def prune(self, *, keep_days: int | None, dry_run: bool) -> list[str]:
         """Remove what no longer counts, and runs older than `keep_days`; baselines stay. Returns the names removed."""
-        found, _ = self.entries()
+        found, bare, _ = self._read()
         pinned = {s.value.get("entry") for s in self.settings("baseline")[0]}
-        gone: list[str] = []
+        gone = [s.name for s in bare]
         gone_rows: list[str] = []
         if keep_days is not None:
             limit = datetime.now(UTC) - timedelta(days=keep_days)
-            old = [s for s in found if parse_time(s.entry.created) < limit and s.id not in pinned]
-            gone = [s.name for s in old]
+            old = [s for s in found if parse_time(s.entry.created) < limit and pinned.isdisjoint(s.ids)]
+            gone += [s.name for s in old]
             gone_rows = [s.rows_name for s in old if s.entry.rows is not None]
         if self.rows is not None:
             manifests = {n.removesuffix(".json") for n in self.storage.names(ROOT) if n.endswith(".json")}
@@ -439,6 +480,20 @@ def _run_part(name: str) -> tuple[str, ...]:
     """Build and run of a manifest's name; other commits or times of the same run are the same run."""
     parts = name.rsplit("/", 1)[-1].split("_")
     return tuple(parts[2:4])
+
+
+def _differ_in_rows_alone(one: Stored, other: Stored) -> bool:
+    """Whether one is the other stored without its rows."""
+    bare = [s.entry.rows is None for s in (one, other)]
+    return bare[0] != bare[1] and identity(one.entry) == identity(other.entry)
+
+
+def _add_command(entry: Entry, store: str) -> str:
+    """The command that stores this run again, the same to the byte."""
+    given = {"--line": entry.line if entry.role == "base" else None, "--commit": entry.commit, "--time": entry.created}
+    given |= {"--note": entry.note or None, "--store": store}
+    options = " ".join(f"{name} {shlex.quote(value)}" for name, value in given.items() if value is not None)
+    return f"longrecall history add {shlex.quote(f'results/runs/{entry.run_id}')} {options}"
 
 
 def identity(entry: Entry) -> str:

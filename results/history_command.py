@@ -31,6 +31,7 @@ Store = Annotated[str, typer.Option("--store", envvar="LONGRECALL_STORE", help="
 RowsAt = Annotated[str | None, typer.Option("--rows", envvar="LONGRECALL_ROWS", help="Where probe rows live, for git.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_STORE = "history"
+NO_ROWS = "kept without probe rows: good for list and trend, not for gate --baseline, diff, query"
 
 
 def open_history(store: str, rows: str | None) -> "History":
@@ -97,6 +98,8 @@ def add(
     stored = history.add_many(made)
     if warning:
         warn(warning)
+    if any(one.entry.rows is None for one in stored):
+        warn(f"{store}: {NO_ROWS}; add the run again with --rows FOLDER (or a bucket; LONGRECALL_ROWS) to complete it")
     names = [one.name for one in stored]
     if transcripts:
         if history.rows is None:
@@ -298,6 +301,8 @@ def baseline(
     value = {"entry": stored.id, "run_id": stored.entry.run_id, "build_id": stored.entry.build_id}
     value["commit"] = stored.entry.commit or ""
     _decide(history, "baseline", name, value, reason)
+    if stored.entry.rows is None:
+        warn(f"run {stored.entry.run_id} is {NO_ROWS}; add it again with --rows")
     typer.echo(json.dumps({"name": name, **value}))
 
 

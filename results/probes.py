@@ -28,7 +28,7 @@ def connect(history: History, entries: Sequence[Stored]) -> "duckdb.DuckDBPyConn
     try:
         import duckdb
     except ImportError as error:
-        raise HistoryError("asking the rows needs DuckDB: pip install 'longrecall[history]'") from error
+        raise HistoryError("asking the rows needs DuckDB: pip install duckdb") from error
     import pyarrow as pa
 
     if history.rows is None:

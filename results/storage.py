@@ -161,7 +161,7 @@ class Remote:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise HistoryError(f"{url}: reading it needs fsspec: pip install 'longrecall[history]'") from error
+            raise HistoryError(f"{url}: reading it needs fsspec: pip install fsspec") from error
         self.url = url
         try:
             self._fs, self._root = url_to_fs(url)

@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 
 from longrecall.evals.schema import Score
 from longrecall.evals.scores_file import scores_table
+from longrecall.results.against import pinned
 from longrecall.results.history import (
     Entry,
     History,
@@ -409,6 +412,26 @@ def test_not_a_repository_is_said(tmp_path: Path) -> None:
         open_storage("git:.")
 
 
+def test_a_run_stored_without_rows_is_completed_by_the_same_run_with_them(repository: Path, tmp_path: Path) -> None:
+    branch = GitBranch(repository, "recall-history")
+    bare = History(branch).add(entry_of(), None)
+    pin = Setting(kind="baseline", name="main", value={"entry": bare.id}, reason="first", created=entry_of().created)
+    History(branch).set(pin)
+    history = History(branch, Folder(tmp_path / "rows"))
+    with pytest.raises(HistoryError, match=r"stored with another content: .*\(differing: note\)\. A run is never"):
+        history.add(entry_of(note="another run"), rows_of())
+    whole = history.add(entry_of(), rows_of())
+    assert history.entries() == ([whole], [])
+    assert history.scores(pinned(history, "main")).num_rows == 24
+    assert History(branch).add(entry_of(), None) == whole  # forgetting them later takes nothing away
+    assert history.verify()[1] == []
+    # the same after what is replaced was removed, and after another clone brought it back
+    assert history.prune(keep_days=1, dry_run=False) == [bare.name]
+    assert pinned(history, "main") == whole
+    branch.write_many({bare.name: encode(entry_of(), None)[1]})
+    assert history.entries() == ([whole], [])
+
+
 # command line
 
 
@@ -478,6 +501,32 @@ def test_rows_that_were_not_kept_are_named_with_the_run_that_wrote_them(
     done = run("diff", "good", "worse", "--store", two_runs[1], "--rows", str(tmp_path / "empty"))
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert ".parquet is not there; the rows of run worse must be kept" in done.stderr
+
+
+def test_forgotten_rows_are_said_at_once_and_the_gate_names_the_command_that_mends_it(
+    two_runs: tuple[Path, str, str], repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two_runs[2], tmp_path / "results" / "runs" / "good")
+    store, run_dir = f"git:{repository}#recall-history", "results/runs/good"
+    added = run("add", run_dir, "--store", store, "--line", "main", "--note", "a note")
+    assert added.exit_code == 0 and "not for gate --baseline" in added.stderr and "--rows" in added.stderr
+    pin = run("baseline", "main", "good", "--store", store, "--reason", "first")
+    assert pin.exit_code == 0 and "without probe rows" in pin.stderr
+    for place in ([], ["--rows", "kept rows"]):
+        gate = ["gate", run_dir, "--baseline", "main", "--store", store, *place]
+        done = CliRunner().invoke(build_app(["gate"]), gate)
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        command = re.search(r"longrecall (history add .*?) completes it", done.stderr)
+        assert command is not None
+    again = shlex.split(command[1])
+    refused = CliRunner().invoke(build_app(["history"]), [*again, "--line", "other"])
+    assert refused.exit_code == 2 and "(differing: line)" in refused.stderr
+    assert again[-2:] == ["--rows", "kept rows"]
+    mended = CliRunner().invoke(build_app(["history"]), again)
+    assert mended.exit_code == 0 and "without probe rows" not in mended.stderr
+    done = CliRunner().invoke(build_app(["gate"]), gate)
+    assert json.loads(done.stdout.splitlines()[-1])["verdicts"], done.stderr
 
 
 def test_verify_fails_loudly(two_runs: tuple[Path, str, str], tmp_path: Path) -> None:
