@@ -37,7 +37,12 @@ class Machine:
             f'exec "{sys.executable}" -m longrecall.results.main "$@"\n',
         )
         script(tools / "gh", f'#!/bin/sh\nprintf "%s\\n" "$@" > "{root}/gh.txt"\n')
-        script(tools / "pip", "#!/bin/sh\n")
+        # the only longrecall there is to install is a checkout, and extras are those of its pyproject.toml
+        script(
+            tools / "pip",
+            '#!/bin/sh\necho "$*" >> "$HOME/pip.txt"\nwhat="${2%]}"\ncase "$what" in .* | */*) ;; *) exit 1 ;; esac\n'
+            'test "$1" = install && grep -q "^${what##*[} = " "${what%[*}/pyproject.toml"\n',
+        )
         self.env = {
             "PATH": f"{tools}:{os.environ['PATH']}",
             "HOME": str(root),
@@ -46,8 +51,9 @@ class Machine:
         }
         subprocess.run(["git", "init", "-q", "-b", "main", "--bare", str(root / "origin.git")], check=True, timeout=60)
         subprocess.run(["git", "clone", "-q", str(root / "origin.git"), str(self.repo)], check=True, timeout=60)
+        shutil.copy(DOCS.parents[1] / "pyproject.toml", self.repo)
         self.sh(
-            "git -c user.name=t -c user.email=t@example.org commit -q --allow-empty -m start && git push -q origin main"
+            "git add . && git -c user.name=t -c user.email=t@example.org commit -q -m start && git push -q origin main"
         )
 
     def sh(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -141,6 +147,31 @@ def test_github_workflow_from_first_run_to_a_caught_regression(tmp_path: Path, r
     ]
     assert (machine.repo / "site" / "trend.html").is_file()
     assert re.search(r'"name": "base / recall at 2048"', (machine.repo / "benchmark.json").read_text())
+
+
+def test_longrecall_is_installed_from_the_checkout_or_from_where_it_is_said_to_be(
+    tmp_path: Path, run_dirs: dict[str, Path]
+) -> None:
+    machine = Machine(tmp_path / "m", run_dirs)
+    github = yaml.safe_load((DOCS / "github.yml").read_text())["jobs"]["recall"]
+    gitlab = yaml.safe_load((DOCS / "gitlab.yml").read_text())["recall"]
+    github_install = next(step["run"] for step in github["steps"] if step.get("name") == "Install")
+    (machine.repo / "third_party" / "longrecall").mkdir(parents=True)
+    shutil.copy(DOCS.parents[1] / "pyproject.toml", machine.repo / "third_party" / "longrecall")
+    for install, variables in ((github_install, github["env"]), (gitlab["before_script"][0], gitlab["variables"])):
+        for source in (variables["LONGRECALL_SOURCE"], "third_party/longrecall"):
+            done = machine.sh(install, LONGRECALL_SOURCE=source)
+            assert done.returncode == 0, (source, done.stderr)
+    assert (tmp_path / "m" / "pip.txt").read_text().split() == [
+        *("install", ".[history]", "install", "third_party/longrecall[history]") * 2
+    ]
+
+
+def test_first_pull_request_of_a_repository_without_history(tmp_path: Path, run_dirs: dict[str, Path]) -> None:
+    machine = Machine(tmp_path / "m", run_dirs)
+    pull = {"LONGRECALL_COMMIT": "c" * 40, "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    done = github_steps(machine, "refs/pull/7/merge", **pull, **machine.measured("first"))
+    assert {name: step.returncode for name, step in done.items() if step.returncode} == {}, done
 
 
 def test_rows_outlive_a_job_on_a_machine_that_is_thrown_away() -> None:
