@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longrecall.evals.schema import Judgement, VerdictConfig
-from longrecall.results.history import History, Stored
+from longrecall.results.history import History, Stored, called
 from longrecall.results.storage import HistoryError
 from longrecall.runners.schema import Build
 
@@ -29,8 +29,15 @@ def relabel(table: "pa.Table", build_id: str) -> "pa.Table":
 
 
 def label_of(stored: Stored) -> str:
-    """How a measured build is called beside others: line@commit."""
-    return f"{stored.entry.line}@{(stored.entry.commit or stored.entry.run_id)[:12]}"
+    """How a measured build is called beside others: line@commit, or by its run where no commit is known."""
+    return f"{stored.entry.line}{'@' if stored.entry.commit else ', '}{called(stored)}"
+
+
+def labels_of(one: Stored, other: Stored) -> tuple[str, str]:
+    """As `label_of`, told apart by their runs where one commit was measured twice."""
+    same = label_of(one) == label_of(other)
+    first, second = (f"{label_of(s)}{f', run {s.entry.run_id}' if same else ''}" for s in (one, other))
+    return first, second
 
 
 def judge_joint(

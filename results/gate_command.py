@@ -39,11 +39,12 @@ def make_gate(run_dir: Path, history: "History | None", baseline: str | None, fa
     from longrecall.evals.scores_file import scores_table
     from longrecall.results.against import controls_of, judge_joint, label_of, pinned, same_suite
     from longrecall.results.gate import Gate, joined
+    from longrecall.results.history import short_commit
     from longrecall.results.record import commit_from_environment
     from longrecall.results.report import assemble_with_scores
     from longrecall.results.words import ordered_verdicts, suspects
 
-    report, _, scores = assemble_with_scores(run_dir)
+    report, campaign, scores = assemble_with_scores(run_dir)
     wanted = suspects(report)
     gate = Gate(
         title=report.run_id,
@@ -61,7 +62,8 @@ def make_gate(run_dir: Path, history: "History | None", baseline: str | None, fa
     if history is None or baseline is None:
         return gate
     stored = pinned(history, baseline)
-    label = f"base@{(commit_from_environment() or report.run_id)[:20]}"
+    commit = commit_from_environment() or campaign.longrecall_commit
+    label = f"base@{short_commit(commit, 20)}" if commit else f"base, run {report.run_id}"
     same_suite(stored, report.suite_hash, label)
     from longrecall.results.thresholds import current_thresholds
 

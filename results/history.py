@@ -181,6 +181,16 @@ def parse_time(text: str) -> datetime:
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
 
 
+def short_commit(commit: str, n: int = 12) -> str:
+    """A commit by its first characters, with the "+" of uncommitted changes; any other name whole, a run's id too."""
+    return re.sub(rf"^([0-9a-f]{{{n}}})[0-9a-f]+(\+?)$", r"\1\2", commit)
+
+
+def called(stored: Stored, n: int = 12) -> str:
+    """The commit of an entry for people to read; its run where no commit is known."""
+    return short_commit(stored.entry.commit, n) if stored.entry.commit else f"run {stored.entry.run_id}"
+
+
 class History:
     """Reads and writes a history. `rows` holds Parquet and transcripts where the manifests live in git."""
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from longrecall.results import charts
-from longrecall.results.history import Stored
-from longrecall.results.trend import Found, Series, where
+from longrecall.results.history import Stored, called, short_commit
+from longrecall.results.trend import Found, Series
 from longrecall.results.words import signed
 
 SHOWN = 160
@@ -88,7 +88,9 @@ def _change_marks(one: Series, values: Sequence[float | None], plane: _Plane, fi
         if value is None:
             continue
         tone = "culprit" if found.worse else "exonerated"
-        words = f"{change_text(one, found)} at {found.first_bad[:10]}{', one run' if found.tentative else ''}"
+        words = (
+            f"{change_text(one, found)} at {short_commit(found.first_bad, 10)}{', one run' if found.tentative else ''}"
+        )
         fits = plane.x(i) < plane.x1 - 220
         out.append(f'<path class="onset" d="M{plane.x(i):.1f} {plane.y0}V{plane.y1}"/>')
         out.append(charts.mark(plane.x(i), plane.y(value), tone, 5, words))
@@ -112,12 +114,12 @@ def history_chart(one: Series, entries: Sequence[Stored], *, key: str, width: in
     for i, v in drawn:
         if i not in changed:
             stored = entries[first + i]
-            told = f"{where(stored)[:12]}, {stored.entry.created[:10]}: {value_text(one, v)}"
+            told = f"{called(stored)}, {stored.entry.created[:10]}: {value_text(one, v)}"
             out.append(charts.mark(plane.x(i), plane.y(v), "base", 2.6, told))
     out += _change_marks(one, values, plane, first)
     for i, align in ((0, "start"), (len(values) - 1, "end")):
         entry = entries[first + i].entry
-        words = f"{entry.created[:10]}  {(entry.commit or '')[:10]}"
+        words = f"{entry.created[:10]}  {short_commit(entry.commit or '', 10)}"
         out.append(charts.text(plane.x(i), plane.y0 + 18, words, "small muted", align))
         if len(values) == 1:
             break
@@ -126,5 +128,5 @@ def history_chart(one: Series, entries: Sequence[Stored], *, key: str, width: in
     if one.noise:
         out.append(charts.text(plane.x1 + 6, plane.y(newest) + 20, f"noise ±{one.noise * 100:.1f}", "small muted"))
     told = f"{one.label}: newest {value_text(one, newest)}"
-    told += "".join(f"; {change_text(one, f)} at {f.first_bad[:12]}" for f in one.found)
+    told += "".join(f"; {change_text(one, f)} at {short_commit(f.first_bad)}" for f in one.found)
     return charts.frame(width, height, f"History of {one.label}", told, out, key)

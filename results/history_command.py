@@ -77,21 +77,26 @@ def add(
     store: Store = DEFAULT_STORE,
     rows: RowsAt = None,
     line: Annotated[str, typer.Option(help="Series of the base build: a branch, an engine.")] = "base",
-    commit: Annotated[str | None, typer.Option(help="Measured commit. Default: from the CI environment.")] = None,
-    time: Annotated[str | None, typer.Option(help="Time of the point. Default: the commit's, else the run's.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Measured commit. Default: CI's, else the run's.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time of the point. Default: CI's commit's, else the run's.")] = None,
     build: Annotated[list[str] | None, typer.Option(help="Only this build; may be repeated.")] = None,
     note: Annotated[str, typer.Option(help="Free text.")] = "",
     transcripts: Annotated[bool, typer.Option("--transcripts", help="Keep the replies too (zstd).")] = False,
     push: Annotated[str | None, typer.Option(help="git: unite with this remote and push.")] = None,
 ) -> None:
     """Add the builds of a finished run."""
-    from longrecall.results.history import clock_warning
+    from longrecall.results.history import clock_warning, short_commit
     from longrecall.results.record import commit_from_environment, commit_time, entries_of, store_transcripts
+    from longrecall.results.run_folder import load_campaign
     from longrecall.results.storage import GitBranch, HistoryError
 
     history = open_history(store, rows)
     commit = commit or commit_from_environment()
     created = time or (commit_time(commit) if commit else None)
+    if not commit and (commit := load_campaign(run_dir).longrecall_commit):
+        dirty = ", with uncommitted changes" if commit.endswith("+") else ""
+        noted = f"no commit was named: it is kept as {short_commit(commit)}, longrecall's checkout in that run{dirty}"
+        typer.echo(f"longrecall: note: {noted}; --commit names another", err=True)
     made = entries_of(run_dir, line=line, commit=commit, created=created, note=note, builds=build)
     known = read_entries(history, made[0][0].suite_hash if made else None)
     warning = clock_warning(made[0][0], known, datetime.now(UTC)) if made else None
@@ -130,6 +135,7 @@ def list_(
     from rich.markup import escape
 
     from longrecall.results import charts, terminal
+    from longrecall.results.history import short_commit
 
     lengths = sorted({p.rung for s in found for p in s.entry.points})
     shown = terminal.table(
@@ -142,7 +148,7 @@ def list_(
             s.id[:8],
             s.entry.created[:16].replace("T", " "),
             escape(s.entry.line),
-            escape((s.entry.commit or "–")[:10]),
+            escape(short_commit(s.entry.commit or "–", 10)),
             s.entry.verdict or "",
             *(charts.points(by.get(rung)) for rung in lengths),
             f"{s.entry.l50_tokens:,.0f}" if s.entry.l50_tokens else "–",
@@ -185,7 +191,7 @@ def diff(
     from rich.markup import escape
 
     from longrecall.results import charts, terminal
-    from longrecall.results.against import judge_entries, label_of, pinned
+    from longrecall.results.against import judge_entries, label_of, labels_of, pinned
     from longrecall.results.words import VERDICT_WORDS, interval, p_text, short, signed
 
     history = open_history(store, rows)
@@ -206,7 +212,7 @@ def diff(
         }
         typer.echo(json.dumps(document))
         return
-    names = [escape(label_of(a)), escape(label_of(b))]
+    names = [escape(label) for label in labels_of(a, b)]
     shown = terminal.table([], ["length", *names, "points, 95 % interval", "p loss", "lost", "gained"])
     for column in shown.columns[1:3]:
         column.no_wrap, column.overflow = False, "fold"

@@ -4,6 +4,7 @@ Cell text comes from patch files and models, so pipes, backticks, angle brackets
 harmless; GitHub renders the rest as a table.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 
 from longrecall.results import charts
@@ -30,9 +31,10 @@ SIGNS = {"culprit": "❌", "exonerated": "✅", "within-margin": "🟡", "inconc
 def cell(text: str, limit: int = 400) -> str:
     """Text that cannot break out of a table cell or start Markdown or HTML."""
     plain = " ".join(visible(text, limit).split())
-    for character in "\\`*_[]<>|#@":
-        plain = plain.replace(character, f"\\{character}" if character not in "<>@" else f"&#{ord(character)};")
-    return plain
+    for character in "\\`*_[]|#<>":
+        plain = plain.replace(character, f"\\{character}" if character not in "<>" else f"&#{ord(character)};")
+    # line@commit is no name of somebody and no address, and stays readable in the source
+    return re.sub(r"(?<![A-Za-z0-9])@|@(?![0-9a-f]{7,40}\+?(?![\w.+-]))", "&#64;", plain)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:

@@ -274,5 +274,5 @@ def bisect_command(found: Found, baseline: str) -> str:
     """What to type to find the commit inside the range; exit codes 2-4 of the gate mean "cannot tell" to git."""
     gate = f"longrecall gate --baseline {shlex.quote(baseline)} --fail-on culprit"
     body = f"longrecall eval PATCHSET; {gate}; c=$?; [ $c -le 1 ] && exit $c || exit 125"
-    bounds = f"{shlex.quote(found.first_bad)} {shlex.quote(found.last_good)}"
+    bounds = " ".join(shlex.quote(commit.removesuffix("+")) for commit in (found.first_bad, found.last_good))
     return f"git bisect start {bounds} && git bisect run sh -c {shlex.quote(body)}"

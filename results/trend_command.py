@@ -30,7 +30,7 @@ def against_baseline(
 
     A baseline that cannot be read goes to `problems`.
     """
-    from longrecall.results.against import judge_entries, label_of, pinned
+    from longrecall.results.against import judge_entries, label_of, labels_of, pinned
     from longrecall.results.history import Problem
     from longrecall.results.storage import HistoryError
     from longrecall.results.trend import Paired
@@ -53,11 +53,12 @@ def against_baseline(
             warn(f"line {trend.line} is not compared with {name}: {error}")
             continue
         label = label_of(newest)
+        names = labels_of(baseline, newest)
         found.append(
             Paired(
                 line=trend.line,
-                baseline=label_of(baseline),
-                candidate=label,
+                baseline=names[0],
+                candidate=names[1],
                 verdict=next(v for v in judgement.verdicts if v.patch == label),
                 comparisons=tuple(c for c in judgement.comparisons if c.candidate == label),
             )
@@ -112,6 +113,7 @@ def trend(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
 ) -> None:
     """Recall against context length over commits: series, noise floor, change points, trend.html."""
+    from longrecall.results.history import short_commit
     from longrecall.results.history_chart import change_text, value_text
     from longrecall.results.otava import export
     from longrecall.results.run_folder import write_bytes
@@ -152,7 +154,9 @@ def trend(
                 typer.echo(f"  {s.label:>14}  {value_text(s, newest)}")
                 for f in s.found:
                     sure = " (one run: measure it again)" if f.tentative else ""
-                    typer.echo(f"    {change_text(s, f)} in {f.last_good[:12]}..{f.first_bad[:12]}{sure}")
+                    typer.echo(
+                        f"    {change_text(s, f)} in {short_commit(f.last_good)}..{short_commit(f.first_bad)}{sure}"
+                    )
                     if f.worse and f.index >= len(one.entries) - 10:
                         typer.echo(f"      {bisect_command(f, baseline)}")
         for p in paired:

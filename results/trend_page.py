@@ -7,11 +7,11 @@ from typing import Any
 from markupsafe import Markup
 
 from longrecall.results import charts
-from longrecall.results.history import Problem, Stored
+from longrecall.results.history import Problem, Stored, called, short_commit
 from longrecall.results.history_chart import SHOWN, change_text, history_chart, value_text
 from longrecall.results.page import render
 from longrecall.results.panels import Table
-from longrecall.results.trend import Bridge, Paired, Trend, bisect_command, where
+from longrecall.results.trend import Bridge, Paired, Trend, bisect_command
 from longrecall.results.words import VERDICT_WORDS, anchor, interval, p_text, signed
 
 
@@ -34,7 +34,7 @@ def _section(trend: Trend, number: int, baseline: str) -> dict[str, Any]:
     shown = trend.entries[-SHOWN:]
     rows = [
         [
-            where(stored)[:12],
+            called(stored),
             stored.entry.created[:16].replace("T", " "),
             *(value_text(one, one.values[len(trend.entries) - len(shown) + i]) for one in trend.series),
             stored.entry.verdict or "–",
@@ -49,7 +49,7 @@ def _section(trend: Trend, number: int, baseline: str) -> dict[str, Any]:
             "tone": "culprit" if f.worse else "exonerated",
             "levels": f"{value_text(one, f.before)} → {value_text(one, f.after)}",
             "p": p_text(f.p_value) if f.p_value is not None else "by Otava",
-            "range": f"{f.last_good[:12]} … {f.first_bad[:12]}",
+            "range": f"{short_commit(f.last_good)} … {short_commit(f.first_bad)}",
             "when": f.created[:10],
             "tentative": f.tentative,
             "command": bisect_command(f, baseline) if f.worse else "",
@@ -82,7 +82,7 @@ def _curves(trend: Trend, pinned: Stored | None, key: str) -> Markup:
         entry = stored.entry
         made.append(
             charts.Series(
-                label=f"{name} {where(stored)[:10]}",
+                label=f"{name} {called(stored, 10)}",
                 tone=tone,
                 dashed=tone == "quiet",
                 points=tuple(
@@ -151,7 +151,7 @@ def context(data: TrendData) -> dict[str, Any]:
         "bridges": [
             {
                 "line": b.line,
-                "commit": b.commit[:12],
+                "commit": short_commit(b.commit),
                 "suites": f"{b.before[:12]} → {b.after[:12]}",
                 "offsets": ", ".join(f"{signed(v)} at {rung:,}" for rung, v in b.offsets.items()) or "no common length",
             }
@@ -159,7 +159,7 @@ def context(data: TrendData) -> dict[str, Any]:
         ],
         "problems": [p.message for p in data.problems],
         "baseline": data.baseline,
-        "pinned": where(data.pinned)[:12] if data.pinned else "",
+        "pinned": called(data.pinned) if data.pinned else "",
     }
 
 
@@ -182,7 +182,7 @@ def _headline(data: TrendData) -> str:
         for one in trend.series:
             last = one.found[-1] if one.found else None
             if last is not None and last.worse and one.rung is not None:
-                fall = (last.after - last.before, last.first_bad[:10])
+                fall = (last.after - last.before, short_commit(last.first_bad, 10))
                 fallen[trend.line] = min(fall, fallen.get(trend.line, fall))
     if len(fallen) == 1:
         [(line, (move, commit))] = fallen.items()
@@ -198,7 +198,7 @@ def _lede(data: TrendData) -> str:
     runs = len({s.entry.run_id for t in data.trends for s in t.entries})
     suites = len({t.suite_hash for t in data.trends})
     text = f"{runs:,} run{'s' * (runs != 1)} on {suites:,} suite{'s' * (suites != 1)}."
-    pinned = f" Baseline {data.baseline} is {where(data.pinned)[:12]}." if data.pinned else ""
+    pinned = f" Baseline {data.baseline} is {called(data.pinned)}." if data.pinned else ""
     return text + pinned
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from longrecall.evals.schema import Comparison, ControlResult, CurvePoint, Verdict, VerdictConfig, VerdictName
 from longrecall.results import gate as writer
+from longrecall.results import markdown
 from longrecall.results.gate import Gate
 from longrecall.results.main import build_app
 
@@ -173,6 +174,14 @@ def test_hostile_names_stay_text() -> None:
     ET.fromstring(writer.junit(gate))
     lines = writer.openmetrics(gate).splitlines()
     assert all(line.startswith(("#", "longrecall_")) for line in lines)
+
+
+def test_a_commit_in_a_label_stays_readable_in_the_source() -> None:
+    assert markdown.cell("main@0123456789ab") == "main@0123456789ab"
+    assert markdown.cell("base@0123456789ab+, run 7") == "base@0123456789ab+, run 7"
+    for text in ("@0123456789", "ask @everyone", "x@example.org", "a@abcdef0.org", "a@abcdef0-team"):
+        assert "@" not in markdown.cell(text), text
+    assert markdown.cell("<b>#1") == "&#60;b&#62;\\#1"
 
 
 def test_openmetrics_and_benchmark_json() -> None:

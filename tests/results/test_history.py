@@ -36,6 +36,7 @@ from longrecall.results.history import (
     encode,
 )
 from longrecall.results.main import build_app
+from longrecall.results.record import COMMIT_VARIABLES
 from longrecall.results.storage import Folder, GitBranch, HistoryError, open_storage, sha256
 
 
@@ -493,6 +494,49 @@ def test_a_run_is_found_by_its_folder_and_by_its_commit(two_runs: tuple[Path, st
     assert compared["verdict"]["verdict"] == "culprit"
     missing = run("show", "c" * 7, "--store", store)
     assert missing.exit_code == 2 and "folder or commit" in missing.stderr
+
+
+@pytest.fixture
+def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a person's machine: no CI system says which commit is measured."""
+    for name in COMMIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("noted", "label", "said"),
+    [
+        ("b1e6904" + "0" * 33, "base@b1e690400000", "kept as b1e690400000, longrecall's checkout in that run;"),
+        ("b1e6904" + "0" * 33 + "+", "base@b1e690400000+", "in that run, with uncommitted changes;"),
+        (None, "base, run 20261130-044448-x", ""),
+    ],
+)
+def test_outside_ci_the_commit_is_the_one_that_the_run_noted_and_a_run_is_called_one(
+    no_ci: None,
+    noted: str | None,
+    label: str,
+    said: str,
+    tmp_path: Path,
+    simulated: Callable[..., Any],
+    run_writer: Callable[..., Path],
+) -> None:
+    made = simulated(run_id="20261130-044448-x", conversations=26, probes=3, seed=4)
+    made = replace(made, campaign=replace(made.campaign, longrecall_commit=noted))
+    run_dir = str(run_writer(tmp_path / "run", made))
+    store = ["--store", str(tmp_path / "h")]
+    added = run("add", run_dir, *store)
+    assert added.exit_code == 0 and said in added.stderr and bool(added.stderr) == bool(said)
+    shown = json.loads(run("show", "20261130-044448-x", *store).output)
+    assert (shown["commit"], shown["created"]) == (noted, made.campaign.created)
+    assert ("b1e6904000" + ("+" if noted and "+" in noted else " ")) in run("list", *store).output or not noted
+    assert run("baseline", "main", "20261130-044448-x", *store, "--reason", "first").exit_code == 0
+    comment = tmp_path / "comment.md"
+    gate = ["gate", run_dir, "--baseline", "main", *store, "--comment", str(comment)]
+    done = CliRunner().invoke(build_app(["gate"]), gate)
+    assert done.exit_code in (0, 1, 4), done.stderr
+    assert f"main ({label})" in comment.read_text()
+    own = next(name for name in json.loads(done.stdout.splitlines()[-1])["verdicts"] if name.startswith("base"))
+    assert own == (label if noted is None else f"base@{noted[:20]}{noted[40:]}")
 
 
 def test_rows_that_were_not_kept_are_named_with_the_run_that_wrote_them(
