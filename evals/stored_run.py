@@ -42,13 +42,23 @@ class StoredRun:
     scores: pa.Table
 
 
+def no_run_folder(path: Path) -> str:
+    """What to say of a folder without campaign.json."""
+    published = (path / "report.json").is_file()
+    return f"{path} is not a run folder: it has no campaign.json" + (
+        "; it holds reports only, as published folders do. Give a folder that `longrecall eval` wrote in results/runs"
+        if published
+        else ""
+    )
+
+
 def load_run(path: Path) -> StoredRun:
     """Raises ScoresError naming the file and what is missing in it."""
     campaign = path / "campaign.json"
     try:
         stored: dict[str, Any] = json.loads(campaign.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise ScoresError(f"{path} is not a run folder: it has no campaign.json") from None
+        raise ScoresError(no_run_folder(path)) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ScoresError(f"{campaign}: not JSON ({error})") from None
     except OSError as error:

@@ -126,7 +126,9 @@ def load_campaign(run_dir: Path) -> Campaign:
     """What was asked for; raises RunFolderError when `run_dir` is no run folder."""
     path = run_dir / CAMPAIGN
     if not path.is_file():
-        raise RunFolderError(f"{run_dir} is not a run folder: it has no {CAMPAIGN}")
+        from longrecall.evals.stored_run import no_run_folder
+
+        raise RunFolderError(no_run_folder(run_dir))
     campaign = from_json(Campaign, read_json(path), where=str(path), newest=SCHEMA_VERSION)
     fault = _fault(campaign)
     if fault is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from longrecall.evals.scores_file import ScoresError
+from longrecall.evals.stored_run import load_run
 from longrecall.results import run_folder
 from longrecall.results.run_folder import RunFolderError
 from longrecall.runners.journal import encode_replay
@@ -113,8 +115,19 @@ def test_a_journal_that_is_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_campaign_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="is not a run folder"):
+    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no campaign\.json$"):
         run_folder.load_campaign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"), [(run_folder.load_campaign, RunFolderError), (load_run, ScoresError)], ids=["plan", "compare"]
+)
+def test_a_published_folder_is_said_to_hold_reports_only(
+    tmp_path: Path, command: Callable[[Path], Any], error: type[Exception]
+) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(error, match=r"no campaign\.json; it holds reports only, as published folders do"):
+        command(tmp_path)
 
 
 def test_fields_of_a_later_version_are_ignored(tmp_path: Path, campaign40: Any) -> None:
