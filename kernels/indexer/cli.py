@@ -123,7 +123,7 @@ def _table(rows: "list[Row]") -> None:
     table = Table(title="Selection against the exact fp32 one, means over queries")
     for name in ("tokens", "candidates", "layer", "keys", "set recall", "needle hit", "needle rank", "margin/σ",
                  "mass recall", "critical tokens"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "keys" else "right")
+        table.add_column(name, justify="left" if name == "keys" else "right", no_wrap=name == "keys")
 
     def cell(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
@@ -147,7 +147,9 @@ def sweep(
     preset: Annotated[str, typer.Option(help="v3.2, glm-5, v4-flash, v4-pro or reference.")] = "v4-flash",
     lengths: Annotated[str, typer.Option(help="Context tokens: 1K..1M doubles, 4K,16K lists.")] = "1K..64K",
     formats: Annotated[str, typer.Option(help="Key formats, comma-separated, or all.")] = "bf16,fp8,fp8_ue8m0,fp4",
-    faults: Annotated[str, typer.Option(help="Faults, comma-separated, or all, or none.")] = "none",
+    faults: Annotated[
+        str, typer.Option(help="Faults to measure beside the formats, comma-separated, or all.")
+    ] = "none",
     capture: Annotated[list[Path] | None, typer.Option(help="Capture files instead of synthetic activations.")] = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries per length.")] = 8,
     needle_sigma: Annotated[float, typer.Option(help="Needle's score above the background, in its sigmas.")] = 4.0,
@@ -156,7 +158,7 @@ def sweep(
     plot_to: Annotated[Path | None, typer.Option("--plot", help=".svg, .png or .json (Vega-Lite).")] = None,
     json_to: Annotated[Path | None, typer.Option("--json", help="Write the rows as JSON.")] = None,
 ) -> None:
-    """Print and plot the measures of each key format and fault by context length."""
+    """Print and plot the measures of each key format, and of each fault that --faults names, by context length."""
     from longrecall.kernels.faults import catalogue, fault
     from longrecall.kernels.indexer import presets
     from longrecall.kernels.indexer.formats import FORMATS, check_format

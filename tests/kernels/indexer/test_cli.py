@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from longrecall.kernels.faults import catalogue
 from longrecall.kernels.indexer.cli import UsageError, app, parse_lengths
 
 
@@ -47,3 +48,11 @@ def test_unknown_names_are_errors_that_name_them() -> None:
 def test_faults_are_listed_with_their_sources() -> None:
     result = CliRunner().invoke(app, ["faults", "--part", "indexer"])
     assert result.exit_code == 0 and "ROCm/ATOM#1507" in result.output.replace("\n", "")
+
+
+def test_all_faults_are_measured_beside_the_formats_and_named_whole() -> None:
+    arguments = ["sweep", "--lengths", "1K", "--formats", "bf16", "--queries", "2"]
+    told = [CliRunner().invoke(app, [*arguments, *more]).output for more in ([], ["--faults", "all"])]
+    names = [fault.name for fault in catalogue("indexer")]
+    assert "hadamard-query-only" in names
+    assert [[name in text for name in names] for text in told] == [[False] * len(names), [True] * len(names)]
