@@ -34,6 +34,9 @@ class Storage(Protocol):
     keeps_rows: bool
     """False for git: Parquet and transcripts are refused there, because a branch never forgets its size."""
 
+    def exists(self) -> bool:
+        """Whether anything was ever made there, if only an empty folder."""
+
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the complete files below `prefix` (a folder)."""
 
@@ -77,6 +80,9 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
+
+    def exists(self) -> bool:
+        return self.root.is_dir()
 
     def names(self, prefix: str = "") -> list[str]:
         start = self.root / prefix
@@ -173,6 +179,9 @@ class Remote:
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
+    def exists(self) -> bool:
+        return bool(self._fs.exists(self._root))
+
     def names(self, prefix: str = "") -> list[str]:
         start = self._at(prefix)
         try:
@@ -257,6 +266,9 @@ class GitBranch:
         """The branch's commit, None before the first write."""
         found = self._git("for-each-ref", "--format=%(objectname)", self._ref).decode().strip()
         return found or None
+
+    def exists(self) -> bool:
+        return self.head() is not None
 
     def names(self, prefix: str = "") -> list[str]:
         head = self.head()

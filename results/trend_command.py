@@ -99,6 +99,21 @@ def trend_data(
     )
 
 
+def nothing_found(history: "History", store: str, line: str | None, suite: str | None) -> str:
+    """Why there is no series to show, and which there are."""
+    found, problems = history.entries()
+    if found:
+        asked = [f"{name} {value!r}" for name, value in (("line", line), ("suite", suite)) if value is not None]
+        there = sorted({(s.entry.line, s.entry.suite_hash[:8]) for s in found})
+        lines = ", ".join(f"{one} (suite {on})" for one, on in there[:20])
+        return f"{store}: no run of {' on '.join(asked)}; there are {lines}{', …' * (len(there) > 20)}"
+    if problems:
+        return f"{store}: none of its {len(problems)} files can be read"
+    if history.storage.exists():
+        return f"{store}: the history is there, and no run was added yet; longrecall history add RUN adds one"
+    return f"{store}: no history there; --store (or LONGRECALL_STORE) names one, longrecall history add RUN begins one"
+
+
 @plain_errors
 def trend(
     store: Store = DEFAULT_STORE,
@@ -117,6 +132,7 @@ def trend(
     from longrecall.results.history_chart import change_text, value_text
     from longrecall.results.otava import export
     from longrecall.results.run_folder import write_bytes
+    from longrecall.results.storage import HistoryError
     from longrecall.results.trend import bisect_command, otava_series
     from longrecall.results.trend_page import trend_html
 
@@ -124,6 +140,8 @@ def trend(
     data = trend_data(history, line=line, suite=suite, baseline=baseline, store=store, last=last, otava=otava)
     for problem in data.problems:
         warn(problem.message)
+    if not data.trends:
+        raise HistoryError(nothing_found(history, store, line, suite))
     made, paired = data.trends, data.paired
     path = out / "trend.html"
     write_bytes(path, trend_html(data).encode())

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -229,10 +230,31 @@ def test_command_writes_the_page_and_one_json_line(store: Path, tmp_path: Path) 
     assert len(list((tmp_path / "otava").glob("*.csv"))) == 12
 
 
-def test_empty_history_says_so(tmp_path: Path) -> None:
-    done = run("--store", str(tmp_path / "none"), "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert "No run in this history yet" in (tmp_path / "trend.html").read_text()
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--store", "{tmp}/mistyped"], "mistyped: no history there"),
+        (["--store", "{tmp}/empty"], "empty: the history is there, and no run was added yet"),
+        (["--store", "git:{tmp}/repo#recall-histroy"], "#recall-histroy: no history there"),
+        (
+            ["--store", "{store}", "--line", "mian"],
+            "no run of line 'mian'; there are main (suite abababab), main (suite c",
+        ),
+        (
+            ["--store", "{store}", "--line", "release", "--suite", "cd"],
+            "no run of line 'release' on suite 'cd'; there are",
+        ),
+    ],
+)
+def test_nothing_to_show_is_one_error_that_says_what_there_is(
+    store: Path, tmp_path: Path, asked: list[str], said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "repo")], check=True, timeout=60)
+    done = run(*(part.format(tmp=tmp_path, store=store) for part in asked), "--out", str(tmp_path / "site"))
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert not (tmp_path / "site").exists()
 
 
 def test_first_run_is_no_trend_and_a_loss_against_the_baseline_comes_first(
