@@ -18,7 +18,7 @@ import numpy as np
 
 from longrecall.evals.causes import CAUSES, FAMILIES, FEATURES, LEVELS, Cause, level_log_density
 from longrecall.evals.cells import Cells, Floats
-from longrecall.evals.compare import differences
+from longrecall.evals.compare import differences, percent
 from longrecall.evals.paired import cluster_t
 from longrecall.evals.replies import Replies, observe_replies, same_under
 from longrecall.evals.schema import Attribution, CauseFit, NextArm, Observation
@@ -49,6 +49,8 @@ LEAST_LOSS = 0.02
 LEAST_KEPT = 0.5
 """An intervention under which the base loses more than this of its recall cannot show that a patch's loss is gone."""
 CERTAIN = 0.95
+STANDING = 0.02
+"""A cause or a family of causes more probable than this is still to be reckoned with."""
 
 
 def is_arm(build_id: str) -> bool:
@@ -299,7 +301,7 @@ def next_arm(fits: Sequence[CauseFit], measured: Iterable[str], *, unavailable: 
             joint[FAMILIES.index(fit.family)] += fit.probability * _level_table(by_name[fit.cause], feature.name)
         bits = _mutual_information(joint)
         if bits > 0.01 and (best is None or bits / feature.cost > best.bits / best.cost):
-            standing = [f for f in FAMILIES if families[f] >= 0.02]
+            standing = [f for f in FAMILIES if families[f] >= STANDING]
             best = NextArm(
                 feature=feature.name,
                 question=feature.question,
@@ -374,6 +376,7 @@ def attribute(
         patch=patch,
         causes=fits,
         observations=tuple(observations),
+        families=family_probabilities(fits),
         length_dependent_share=share[0] if share else None,
         share_ci_low=share[1] if share else None,
         share_ci_high=share[2] if share else None,
@@ -401,17 +404,17 @@ def _sentence(
     for side, where in (("short", "up to the onset"), ("long", "beyond it")):
         if side in seen:
             o = seen[side]
-            told.append(f"{100 * o.estimate:.0f} % ± {196 * o.stderr:.0f} of recall is lost {where}")
+            told.append(f"{percent(o.estimate)} % ± {196 * o.stderr:.0f} of recall is lost {where}")
     said = f"{patch}: {' and '.join(told)}"
     said += f"; {_split(seen, share)}"
     if not loss_shown(observations):
         return said + "; no loss to explain"
     families = family_probabilities(fits)
-    standing = [f for f in sorted(families, key=lambda f: -families[f]) if families[f] >= 0.02]
-    said += f"; compatible with {', '.join(f'{f} ({families[f]:.0%})' for f in standing)}"
+    standing = [f for f in sorted(families, key=lambda f: -families[f]) if families[f] >= STANDING]
+    said += f"; compatible with {', '.join(f'{f} ({percent(families[f])} %)' for f in standing)}"
     for name in ("index keys", "routed scaling"):
         against = sorted({x for f in fits if f.family == name for x in f.contradicted_by})
-        if families[name] < 0.02 and against:
+        if families[name] < STANDING and against:
             said += f"; {name} ruled out by {', '.join(against)}"
     if arm is not None:
         said += f"; next: {arm.how}"
@@ -419,17 +422,18 @@ def _sentence(
 
 
 def _split(seen: dict[str, Observation], share: tuple[float, float, float] | None) -> str:
-    """How much of the loss (fp8) index keys can explain against routed scaling, from the two sides of the onset."""
+    """How the loss divides between the two sides of the onset: no cause in the index keys acts up to it."""
     if share is not None:
-        keys = f"{share[0]:.0%} [{share[1]:.0%}, {share[2]:.0%}]"
-        scaling = f"{1 - share[0]:.0%} [{1 - share[2]:.0%}, {1 - share[1]:.0%}]"
+        only = f"{percent(share[0])} % [{percent(share[1])}, {percent(share[2])}]"
+        always = f"{percent(1 - share[0])} % [{percent(1 - share[2])}, {percent(1 - share[1])}]"
         return (
-            f"of that loss at most {keys} is fp8 index keys' (lost beyond the onset only), "
-            f"{scaling} routed scaling's (lost at every length)"
+            f"{only} of the loss beyond the onset begins there, the most that index keys can account for, "
+            f"and {always} is lost at every length, as by routed scaling"
         )
     if "growth" in seen:
-        low, high = (100 * (seen["growth"].estimate + s * 1.96 * seen["growth"].stderr) for s in (-1, 1))
+        low, high = (seen["growth"].estimate + s * 1.96 * seen["growth"].stderr for s in (-1, 1))
         return (
-            f"fp8 index keys (lost beyond the onset only) explain {max(low, 0):.0f} to {max(high, 0):.0f} % of recall"
+            f"{percent(max(low, 0))} to {percent(max(high, 0))} % of recall is lost beyond the onset only, "
+            "the most that index keys can account for"
         )
-    return "without rungs on both sides of the onset, fp8 index keys and routed scaling cannot be told apart"
+    return "without rungs on both sides of the onset, index keys and routed scaling cannot be told apart"

@@ -197,7 +197,8 @@ def _print_causes(found: "Attribution") -> None:
         table.add_column(name)
     for fit in found.causes:
         predicted = ", ".join(f"{k} {v}" for k, v in fit.predicted.items() if v != "any")
-        table.add_row(fit.cause, fit.family, f"{fit.probability:.2f}", predicted, ", ".join(fit.contradicted_by) or "–")
+        family = f"{fit.family} ({found.families[fit.family]:.2f})"
+        table.add_row(fit.cause, family, f"{fit.probability:.2f}", predicted, ", ".join(fit.contradicted_by) or "–")
     Console(width=None if sys.stdout.isatty() else 170).print(table)
     for o in found.observations:
         typer.echo(f"  {o.feature}: {o.estimate:+.2f} ± {1.96 * o.stderr:.2f} ({o.source}, n = {o.n}) {o.detail}")

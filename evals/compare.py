@@ -42,6 +42,11 @@ class Differences:
     rungs_without_pairs: tuple[int, ...]
 
 
+def percent(share: float, form: str = "z.0f") -> str:
+    """A share in percent, or a difference in points (form "+z.1f"), with the sign − and never "−0"."""
+    return f"{100 * share:{form}}".replace("-", "−")
+
+
 def differences(cells: Cells, baseline: str, candidate: str, *, impute: str | None = None) -> Differences:
     """Differences over pairs that both builds answered.
 

@@ -3,7 +3,7 @@
 Unknown is None, never 0, -1 or NaN.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 SCHEMA_VERSION = 1
@@ -291,6 +291,8 @@ class Attribution:
     share_ci_high: float | None
     next_arm: NextArm | None
     sentence: str
+    families: dict[str, float] = field(default_factory=dict)
+    """Family → its probability, the sum over its causes; empty in reports written before there was one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def cause_parts(report: Report) -> list[str]:
     causes = cause_table(report)
     told = "\n".join(f"- {cell(a.sentence, 1500)}" for a in report.attributions)
     rows = [[cell(text) for text in row] for row in causes.rows]
-    return ["## Why recall is lost", told, *([table(causes.heads, rows, right=[2])] if rows else [])]
+    return ["## Why recall is lost", told, *([table(causes.heads, rows, right=sorted(causes.numeric))] if rows else [])]
 
 
 def report_markdown(report: Report, campaign: Campaign) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
-from longrecall.evals.attribute import loss_shown
+from longrecall.evals.attribute import STANDING, family_probabilities, loss_shown
 from longrecall.evals.schema import MISSING, Comparison, CurvePoint, Observation, Outcome, Score
 from longrecall.results import charts
 from longrecall.results.flips import BASE, visible
@@ -78,28 +78,33 @@ def heat_maps(report: Report, scores: Sequence[Score]) -> list[dict[str, Any]]:
     return maps if bands else []
 
 
-STANDING = 0.02
-"""A family of causes less probable than this is listed only when it is one of the two main suspects."""
 MAIN_SUSPECTS = ("index keys", "routed scaling")
+"""Families that are listed however improbable they are."""
 
 
 def cause_table(report: Report) -> Table:
-    """Cause × (predicted, observed, in-process): of each patch that loses recall the causes that still stand."""
+    """Cause × (predicted, observed, in-process): of each patch that loses recall the families that still stand.
+
+    A family's row shows its own probability, and name, probability and predictions of its likeliest cause.
+    """
     rows = []
     for attribution in report.attributions:
         if not loss_shown(attribution.observations):
             continue
         seen = {o.feature: o for o in attribution.observations}
+        families = family_probabilities(attribution.causes)
         shown = set()
         for fit in sorted(attribution.causes, key=lambda f: -f.probability):
-            if fit.family in shown or (fit.probability < STANDING and fit.family not in MAIN_SUSPECTS):
+            if fit.family in shown or (families[fit.family] < STANDING and fit.family not in MAIN_SUSPECTS):
                 continue
             shown.add(fit.family)
             says = {name: level for name, level in fit.predicted.items() if level != "any"}
             rows.append(
                 [
                     visible(attribution.patch, 60),
-                    f"{fit.family}: {fit.cause}",
+                    fit.family,
+                    f"{families[fit.family]:.2f}",
+                    fit.cause,
                     f"{fit.probability:.2f}",
                     ", ".join(f"{name} {level}" for name, level in says.items()) or "–",
                     _measured(seen[name] for name in says if seen[name].source == "served"),
@@ -107,8 +112,8 @@ def cause_table(report: Report) -> Table:
                     ", ".join(fit.contradicted_by) or "–",
                 ]
             )
-    heads = ["Patch", "Cause", "Probability", "Predicted", "Observed", "In-process", "Ruled out by"]
-    return Table(heads, rows, frozenset({2}))
+    heads = ["Patch", "Family", "Probability of family", "Likeliest cause in it", "Probability of cause"]
+    return Table([*heads, "Predicted", "Observed", "In-process", "Ruled out by"], rows, frozenset({2, 4}))
 
 
 def _measured(observations: Iterable[Observation]) -> str:

@@ -89,7 +89,10 @@ def test_loss_that_needs_the_longer_context_is_index_keys_and_routed_scaling_is_
     assert found.length_dependent_share == pytest.approx(1.0, abs=0.1) and found.share_ci_low > 0.85
     scaling = next(f for f in found.causes if f.cause == "routed-scaling")
     assert "short" in scaling.contradicted_by
-    assert "routed scaling ruled out by" in found.sentence and "100%" in found.sentence
+    assert "routed scaling ruled out by" in found.sentence
+    assert "begins there, the most that index keys can account for" in found.sentence  # whichever cause in them it is
+    assert "0 % [0, 0] is lost at every length" in found.sentence and "fp8" not in found.sentence
+    assert found.families == families and f"index keys ({100 * families['index keys']:.0f} %)" in found.sentence
 
 
 def test_loss_at_every_length_is_routed_scaling_and_index_keys_are_ruled_out():

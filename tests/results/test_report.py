@@ -79,13 +79,22 @@ def test_report_joins_served_and_in_process_evidence(
     assert set(found) == {b.build_id for b in campaign40.campaign.builds if not b.build_id.startswith("base")}
     rotation, scaling = found["index-rotation-one-sided"], found["hash-topk-double-scaling"]
     assert rotation.causes[0].family == "index keys" and rotation.causes[0].probability > 0.4
-    assert rotation.length_dependent_share > 0.8 and "fp8 index keys" in rotation.sentence
+    assert rotation.length_dependent_share > 0.8 and "most that index keys" in rotation.sentence
     assert any(f.family == "routed scaling" and "selection_shift" in f.predicted for f in rotation.causes)
     assert scaling.length_dependent_share < 0.6 and scaling.share_ci_low < scaling.length_dependent_share
     assert "no loss to explain" in found["mhc-bf16"].sentence
     for name in (run_folder.REPORT_MD, run_folder.REPORT_HTML):
         text = (folder / name).read_text().replace("\\", "")
         assert "Why recall is lost" in text and "selection_shift +0.60" in text and "In-process" in text
+    stored = json.loads((folder / run_folder.REPORT_JSON).read_text())
+    family = next(a for a in stored["attributions"] if a["patch"] == rotation.patch)["families"]["index keys"]
+    own = rotation.causes[0]
+    assert family == pytest.approx(sum(f.probability for f in rotation.causes if f.family == "index keys"))
+    assert f"{family:.2f}" != f"{own.probability:.2f}"
+    row = (rotation.patch, "index keys", f"{family:.2f}", own.cause, f"{own.probability:.2f}")
+    assert f"| {' | '.join(row)} |" in (folder / run_folder.REPORT_MD).read_text()
+    page = re.sub(r"<[^>]*>", "|", (folder / run_folder.REPORT_HTML).read_text())
+    assert re.search(r"\|+".join(map(re.escape, row)), page)
 
 
 def test_report_is_the_same_from_stored_files_at_any_time(run_dir: Path) -> None:
