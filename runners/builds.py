@@ -193,10 +193,13 @@ def make_patched_tree(
     prefix: str = "",
     build_command: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    base_name: str | None = None,
 ) -> tuple[Path, str]:
     """The base tree with `diffs` applied and `build_command` run; unchanged files are hard links to the base's.
 
     With a build command every file is a copy, since what a compiler or script does to a file is not known here.
+
+    base_name: what the base is ("sglang 0.5.23"), said where a diff does not fit it.
 
     Raises:
         BuildError: a diff does not apply exactly, or touches files that are no part of the base source; the command
@@ -224,7 +227,8 @@ def make_patched_tree(
             _run_build_command(build_command, temp, env, patch_id)
         return _finish_tree(temp, store, folders, suffixes)
     except DiffError as problem:
-        raise BuildError(f"patch {patch_id!r}: {problem}") from None
+        on = f" on {base_name}" if base_name else ""
+        raise BuildError(f"patch {patch_id!r}{on}: {problem}") from None
     except OSError as problem:
         raise BuildError(f"patch {patch_id!r}: its tree cannot be made in {store}: {problem}") from None
     finally:
@@ -319,6 +323,7 @@ def make_trees(patchset: PatchSet, engine: Engine, *, threads: int) -> Trees:
     folders, suffixes = source.folders, engine.source_suffixes
     base_tree, source_hash = make_base_tree(source.root, folders, store, suffixes)
     engine.finish_tree(source.root, base_tree)
+    version = (source.packages or {}).get(engine.name)
     patched = {}
     for patch in patchset.patches:
         diffs = read_diffs(patchset, patch)
@@ -327,6 +332,7 @@ def make_trees(patchset: PatchSet, engine: Engine, *, threads: int) -> Trees:
         tree, tree_hash = make_patched_tree(
             base_tree, folders, store, diffs, patch.patch_id, suffixes, prefix=engine.diff_prefix,
             build_command=patch.build_command, env=_passed_env() | declared_env(patchset, patch, threads),
+            base_name=f"{engine.name} {version}" if version else None,
         )  # fmt: skip
         engine.finish_tree(base_tree, tree)
         if tree_hash == source_hash:

