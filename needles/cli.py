@@ -3,7 +3,7 @@
 longrecall needles make --recipe keys --rungs 1024,4096 --count 40 --tokenizer ~/models/m --out sets/demo
 longrecall needles make --recipe mine.toml --rungs 4096 --residues 0,1,2,3/4 --server http://127.0.0.1:30000 --out s
 longrecall needles show sets/demo --conversation 0 --rung 1024
-longrecall needles lint sets/demo --tokenizer ~/models/m
+longrecall needles lint sets/demo --tokenizer ~/models/m       # reference: the model of `make eval`
 longrecall needles stats sets/demo
 """
 
@@ -24,11 +24,15 @@ app = typer.Typer(help="Make, show, lint and count planted-fact conversations.",
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        help="Model folder with tokenizer.json and a chat template, or a tokenizer.json. Default: the reference."
+        help="Model folder with tokenizer.json and a chat template, or a tokenizer.json. Default: reference, the"
+        " model of `make eval`."
     ),
 ]
 LintTokenizer = Annotated[
-    str | None, typer.Option(help="Also encode every prompt with this tokenizer: a folder or a tokenizer.json.")
+    str | None,
+    typer.Option(
+        help="Also encode every prompt with this tokenizer, to check lengths: a folder, a tokenizer.json or reference."
+    ),
 ]
 Template = Annotated[Path | None, typer.Option(help="Chat template (.jinja) to use instead of the folder's own.")]
 TemplateArgs = Annotated[str, typer.Option(help='Template variables as JSON, such as {"enable_thinking": false}.')]
@@ -63,7 +67,7 @@ def _ruler(
         return ServerRuler(server, model=model, template_args=variables)
     if model is not None:
         raise RulerError(f"--model {model} names a model of --server, which is not given")
-    if tokenizer is None:
+    if tokenizer is None or tokenizer == "reference":
         from longrecall.runners.reference.convert import reference_folder
 
         folder = reference_folder()
@@ -243,7 +247,8 @@ def lint(
     else:
         for line in lines[:50]:
             print(line)
-        checked = "lengths checked" if ruler is not None else "lengths not checked: no --tokenizer or --server"
+        unchecked = "lengths not checked: give --tokenizer reference, a folder or a tokenizer.json, or --server"
+        checked = "lengths checked" if ruler is not None else unchecked
         print(f"{number} conversations, {len(lines)} problems ({checked})")
     if lines:
         raise typer.Exit(3)

@@ -42,6 +42,22 @@ def test_make_lint_show_and_stats(tmp_path: Path, tekken_folder: Path) -> None:
     assert "24" in run.invoke(app, ["stats", str(tmp_path / "set")]).output
 
 
+def test_the_reference_tokenizer_has_a_name(
+    tmp_path: Path, tekken_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longrecall.runners.reference.convert.reference_folder", lambda: tekken_folder)
+    made(tmp_path / "set", tekken_folder)
+    unchecked = run.invoke(app, ["lint", str(tmp_path / "set")])
+    assert unchecked.exit_code == 0 and "(lengths not checked: give --tokenizer reference" in unchecked.output
+    checked = run.invoke(app, ["lint", str(tmp_path / "set"), "--tokenizer", "reference"])
+    assert checked.exit_code == 0 and "3 conversations, 0 problems (lengths checked)" in checked.output
+    arguments = ["make", "--recipe", "keys", "--rungs", "700", "--count", "1", "--out"]
+    one, other = (run.invoke(app, [*arguments, str(tmp_path / name), *given])
+                  for name, given in (("named", ["--tokenizer", "reference"]), ("default", [])))  # fmt: skip
+    assert one.exit_code == other.exit_code == 0
+    assert json.loads(one.stdout)["suite_hash"] == json.loads(other.stdout)["suite_hash"]
+
+
 def test_facts_are_marked_in_words_where_no_colour_shows_them(tmp_path: Path, tekken: Ruler) -> None:
     path = tmp_path / "set.parquet"
     made_now = list(make_conversations(recipe("single"), ruler=tekken, rungs=[400], count=1, seed=0))
