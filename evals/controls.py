@@ -6,6 +6,7 @@ import numpy as np
 from scipy import stats
 
 from longrecall.evals.cells import Floats
+from longrecall.evals.compare import percent
 from longrecall.evals.family import Family
 from longrecall.evals.paired import holm, sign_flip_p
 from longrecall.evals.schema import Comparison, ControlResult
@@ -36,7 +37,7 @@ def aa_control(family: Family, compared: list[list[Comparison]]) -> ControlResul
     mean = family.evidence.mean[rows]
     if adjusted[worst] <= config.aa_alpha:
         detail = (
-            f"the base build differs from itself by {100 * mean[worst]:+.1f} points "
+            f"the base build differs from itself by {percent(mean[worst], '+z.1f')} points "
             f"at {family.cells.rungs[worst]} tokens (p = {adjusted[worst]:.2g}): "
             "something besides the patch changed between builds"
         )
@@ -81,12 +82,25 @@ def positive_control(family: Family, compared: list[list[Comparison]]) -> Contro
     if missed:
         n = int(family.evidence.n[family.offset(i) : family.offset(i) + len(family.cells.rungs)].max(initial=0))
         detail = (
-            f"{name}, known to lose recall, was not caught with {n} conversations: this suite cannot see a loss yet"
+            f"{name}, known to lose recall, was not caught with {n} conversations{_largest_loss(compared[i])}: "
+            "this suite cannot see a loss yet; more conversations would help, or a control known bad for this model"
         )
         return ControlResult(name="positive", build=name, passed=False, detail=detail, comparisons=shown)
     worst = int(np.nanargmin(rows))
-    detail = f"{name} caught: {100 * rows[worst]:+.0f} points at {family.cells.rungs[worst]} tokens"
+    detail = f"{name} caught: {percent(rows[worst], '+z.1f')} points at {family.cells.rungs[worst]} tokens"
     return ControlResult(name="positive", build=name, passed=True, detail=detail, comparisons=shown)
+
+
+def _largest_loss(compared: Sequence[Comparison]) -> str:
+    """The rung at which a build lost most, with the interval; empty where nothing is known of it."""
+    known = [(c.delta_recall, c) for c in compared if c.rung is not None and c.delta_recall is not None]
+    if not known:
+        return ""
+    delta, most = min(known, key=lambda pair: pair[0])
+    said = f"{percent(delta, '+z.1f')} points"
+    if most.ci_low is not None and most.ci_high is not None:
+        said += f" [{percent(most.ci_low, '+z.1f')}, {percent(most.ci_high, '+z.1f')}]"
+    return f" ({said} at {most.rung} tokens)"
 
 
 def negative_control(family: Family, compared: list[list[Comparison]]) -> ControlResult:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from scipy import stats
 
 from longrecall.evals.cells import OUTCOMES, Cells, Ints, make_cells
-from longrecall.evals.compare import comparisons, differences, weigh
+from longrecall.evals.compare import comparisons, differences, percent, weigh
 from longrecall.evals.controls import aa_control, campaign_blocker, negative_control, positive_control
 from longrecall.evals.curves import make_curves
 from longrecall.evals.family import Family
@@ -174,8 +174,8 @@ def _verdict(family: Family, i: int, controls: Sequence[ControlResult]) -> Verdi
             reason += f"e-value {evidence.peak_equivalent[rows].min():.3g} of the {1 / config.alpha:.0f} needed"
         else:
             reason += (
-                f"bounds {100 * evidence.lower_t[rows].min():+.1f} (cluster-t) "
-                f"and {100 * evidence.lower_tango[rows].min():+.1f} (Tango, n = conversations)"
+                f"bounds {percent(evidence.lower_t[rows].min(), '+z.1f')} (cluster-t) "
+                f"and {percent(evidence.lower_tango[rows].min(), '+z.1f')} (Tango, n = conversations)"
             )
     else:
         name, reason = "inconclusive", refusals[0]
@@ -219,7 +219,7 @@ def _exoneration_refusals(family: Family, i: int) -> list[str]:
         worst = int(np.nanargmin(against.mean[:n_rungs])) if np.isfinite(against.mean[:n_rungs]).any() else 0
         reasons.append(
             f"{gate}; with the missing replies counted against and for it the change at {family.rung_name(worst)} "
-            f"is {100 * against.mean[worst]:+.1f} to {100 * for_.mean[worst]:+.1f} points"
+            f"is {percent(against.mean[worst], '+z.1f')} to {percent(for_.mean[worst], '+z.1f')} points"
         )
     least = min_conversations(config.margin, config.alpha)
     n = evidence.n[rows]
@@ -259,7 +259,7 @@ def _exoneration_refusals(family: Family, i: int) -> list[str]:
     if len(open_rows):
         worst = int(open_rows[np.nanargmin(np.where(np.isfinite(bounds), bounds, -1)[open_rows])])
         low = bounds[worst]
-        known = f"may still be as low as {100 * low:+.1f} points" if math.isfinite(low) else "is unknown"
+        known = f"may still be as low as {percent(low, '+z.1f')} points" if math.isfinite(low) else "is unknown"
         reasons.append(
             f"the change at {family.cells.rungs[worst]} tokens {known}, beyond the margin of "
             f"{100 * config.margin:.0f}, and no loss is proved"
@@ -282,7 +282,7 @@ def _equivalence_p(family: Family, rows: Ints) -> float | None:
 def _loss_sentence(family: Family, cell: int, row: int, p_value: float | None) -> str:
     p = f"p = {p_value:.2g} after Holm" if p_value is not None else "p unknown"
     return (
-        f"recall changes by {100 * family.evidence.mean[cell]:+.1f} points at {family.rung_name(row)} "
+        f"recall changes by {percent(family.evidence.mean[cell], '+z.1f')} points at {family.rung_name(row)} "
         f"({p}, {int(family.evidence.n[cell])} conversations)"
     )
 

@@ -207,7 +207,7 @@ def flip_groups(data: RunData, shown: Mapping[str, Sequence[Flip]]) -> list[dict
         replies = [reply for flip in own for reply in flip.replies]
         lost = sum(r.direction == "lost" for r in replies)
         summary = (
-            f"{lost:,} lost and {len(replies) - lost:,} gained, on {len(own):,} probes."
+            f"{lost:,} lost and {len(replies) - lost:,} gained, on {len(own):,} probe{'s' * (len(own) > 1)}."
             if replies
             else "No flip: right and wrong on exactly the same probes."
         )
@@ -283,7 +283,7 @@ def verdict_rows(data: RunData) -> list[dict[str, Any]]:
                 "p": p_text(v.p_value),
                 "rung": "all" if v.rung is None else f"{v.rung:,}",
                 "evidence": f"{v.n_conversations:,} conversations, {v.n_probes:,} probes{more}",
-                "flips": f"{len(replies):,} flips" if replies else "",
+                "flips": f"{len(replies):,} flip{'s' * (len(replies) > 1)}" if replies else "",
             }
         )
     return rows

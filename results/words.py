@@ -204,7 +204,7 @@ def engine_lacks(campaign: Campaign) -> str:
     """What the engine could not be asked for, as one sentence; empty when it lacks nothing or is not known."""
     engine = ENGINES.get(campaign.patchset.engine)
     lacking = engine.capabilities.lacking() if engine is not None else ()
-    return f"Engine {engine.name} cannot be asked for: {', '.join(lacking)}." if engine is not None and lacking else ""
+    return f"Not available with engine {engine.name}: {', '.join(lacking)}." if engine is not None and lacking else ""
 
 
 def anchor(text: str) -> str:

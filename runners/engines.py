@@ -57,21 +57,21 @@ class Capabilities:
     server_info: bool = False
 
     def lacking(self) -> tuple[str, ...]:
-        """What it cannot be asked for, in words."""
+        """What it does not offer, in words."""
         return tuple(words for name, words in _ABILITIES.items() if not getattr(self, name))
 
 
 _ABILITIES = {
-    "continue_final": "to continue a begun answer",
+    "continue_final": "the continuation of a begun answer",
     "tokenize": "token counts of a text",
-    "cache_report": "how much of a prompt came from the cache",
-    "flush_cache": "to flush its cache",
-    "cache_salt": "to keep one request's prefix from another",
+    "cache_report": "how much of a prompt came from its cache",
+    "flush_cache": "a flush of its cache",
+    "cache_salt": "a request's prefix kept from other requests",
     "prompt_logprobs": "log-probabilities of prompt tokens",
     "input_ids": "prompts as token ids",
     "indexer_topk": "the indexer's selection",
-    "routed_experts": "the routed experts",
-    "server_info": "what it is running",
+    "routed_experts": "which experts each token was routed to",
+    "server_info": "a report of what it is running",
 }
 
 

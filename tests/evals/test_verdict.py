@@ -146,7 +146,12 @@ def test_uncaught_positive_control_blocks_every_verdict():
     judgement = judge(to_scores(right, builds), builds, rungs=RUNGS)
     assert not controls(judgement)["positive"].passed
     assert {v.verdict for v in judgement.verdicts} == {"inconclusive"}
-    assert "was not caught" in judgement.verdicts[0].reason
+    reason = judgement.verdicts[0].reason
+    assert "was not caught" in reason and "more conversations would help, or a control known bad" in reason
+    own = [c for c in controls(judgement)["positive"].comparisons if c.rung is not None]
+    most = min(own, key=lambda c: c.delta_recall)
+    low, high = (f"{100 * v:+z.1f}".replace("-", "−") for v in (most.ci_low, most.ci_high))
+    assert f" points [{low}, {high}] at {most.rung} tokens)" in reason
 
 
 def test_base_that_differs_from_itself_blocks_every_verdict():

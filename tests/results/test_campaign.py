@@ -219,7 +219,7 @@ def test_the_report_repeats_the_command_and_says_what_the_engine_lacks(
     written = (Path(json.loads(whole.stdout.splitlines()[-1])["run_dir"]) / "report.md").read_text()
     assert f"--seed 0 --recipe {model / 'few.toml'}" in written and "--arms" not in written
     assert f"--model-folder {model}" in written and "--only" not in written
-    assert "Engine openai cannot be asked for: token counts of a text" in written
+    assert "Not available with engine openai: token counts of a text" in written
     plain = Options(patchset=Path("x.toml"))  # 16 tokens are what the answers of the default recipe get
     assert {name: getattr(plain, name) for name in DEFAULTS} | {"max_tokens": 16} == DEFAULTS
 

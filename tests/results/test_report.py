@@ -18,7 +18,8 @@ from longrecall.evals.scores_file import read_scores
 from longrecall.results import charts, run_folder
 from longrecall.results.flips import find_flips, visible
 from longrecall.results.main import build_app
-from longrecall.results.report import assemble, write_reports
+from longrecall.results.page import RunData, verdict_rows
+from longrecall.results.report import assemble, assemble_with_scores, write_reports
 from longrecall.results.report_command import print_summary
 from longrecall.results.run_folder import load_report
 from longrecall.results.words import VERDICT_WORDS, commands, interval, signed
@@ -95,6 +96,16 @@ def test_report_joins_served_and_in_process_evidence(
     assert f"| {' | '.join(row)} |" in (folder / run_folder.REPORT_MD).read_text()
     page = re.sub(r"<[^>]*>", "|", (folder / run_folder.REPORT_HTML).read_text())
     assert re.search(r"\|+".join(map(re.escape, row)), page)
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 flip"), (2, "2 flips")])
+def test_one_flip_is_said_in_the_singular(run_dir: Path, campaign40: Any, count: int, said: str) -> None:
+    report, campaign, scores = assemble_with_scores(run_dir)
+    conversations, replays, patch = campaign40.conversations, campaign40.replays, "index-rotation-one-sided"
+    alone = [f for f in find_flips(scores, conversations, replays, [patch])[patch] if len(f.replies) == 1]
+    flips = {patch: alone[:count]}
+    data = RunData(report=report, campaign=campaign, scores=scores, replays=replays, flips=flips, diffs={}, version="x")
+    assert {row["patch"]: row["flips"] for row in verdict_rows(data) if row["flips"]} == {patch: said}
 
 
 def test_report_is_the_same_from_stored_files_at_any_time(run_dir: Path) -> None:
