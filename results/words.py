@@ -161,7 +161,8 @@ def commands(campaign: Campaign, report: Report) -> str:
     rungs = ",".join(str(r) for r in campaign.rungs)
     lines = []
     if campaign.longrecall_commit:
-        lines.append(f"git checkout {campaign.longrecall_commit}")
+        dirty = "  # with changes that were not committed" if campaign.longrecall_commit.endswith("+") else ""
+        lines.append(f"git checkout {campaign.longrecall_commit.removesuffix('+')}{dirty}")
     lines += [
         f"longrecall eval {shlex.quote(campaign.patchset.path)} --rungs {rungs}"
         f" --conversations {campaign.n_conversations} --seed {campaign.seed}{_settings(campaign)}",

@@ -170,6 +170,18 @@ def test_command_prints_one_json_document_last(run_dir: Path) -> None:
     assert (run_dir / "charts" / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("commit", "line"),
+    [
+        ("ab" * 20, "git checkout " + "ab" * 20),
+        ("ab" * 20 + "+", "git checkout " + "ab" * 20 + "  # with changes that were not committed"),
+    ],
+)
+def test_the_checkout_that_asks_again_is_a_command_that_runs(run_dir: Path, commit: str, line: str) -> None:
+    campaign = replace(run_folder.load_campaign(run_dir), longrecall_commit=commit)
+    assert commands(campaign, load_report(run_dir)).splitlines()[0] == line
+
+
 def test_commands_to_reproduce_name_the_model_and_the_patches_asked_for(run_dir: Path, campaign40: Any) -> None:
     own = replace(
         campaign40.campaign, model_folder="/models/my own", only=("noop", "topk-256"), template_args={"thinking": False}
