@@ -75,7 +75,7 @@ def unavailable(run: Path) -> set[str]:
         engine = campaign["patchset"]["engine"]
     given = {ARMS[arm] for arm in ARM_SETTINGS.get(engine, {})}
     given |= ASKED_OTHERWISE
-    if engine == "sglang" and 2 * (_index_topk(campaign) or campaign.get("onset_tokens") or 0) > SGLANG_TOPK:
+    if engine == "sglang" and 2 * _index_topk(campaign) > SGLANG_TOPK:
         given.discard(ARMS["topk-x2"])
     return (set(ARMS.values()) - given) | (set() if engine == "reference" else set(IN_PROCESS)) | SEEN_BY_HAND
 
@@ -244,7 +244,7 @@ def _values(
     if suffix == "topk-x2":
         if not onset:
             raise ScoresError(f"{run / 'campaign.json'}: onset_tokens is not known, so index_topk cannot be doubled")
-        topk = _index_topk(campaign) or onset
+        topk = _index_topk(campaign)
         if campaign["patchset"]["engine"] == "sglang" and 2 * topk > SGLANG_TOPK:
             raise ScoresError(f"{run / 'campaign.json'}: index_topk is {topk}; SGLang selects {SGLANG_TOPK} at most")
         room = max(rungs) + int(campaign.get("max_tokens") or 0)
@@ -263,10 +263,9 @@ def _factor(campaign: dict[str, Any]) -> float | None:
     return _told(campaign, "routed_scaling_factor")
 
 
-def _index_topk(campaign: dict[str, Any]) -> int | None:
-    """Entries selected for a query: an entry of V4 stands for four tokens, so this is not the onset."""
-    told = _told(campaign, "index_topk")
-    return None if told is None else int(told)
+def _index_topk(campaign: dict[str, Any]) -> int:
+    """Entries selected for a query. An entry of V4 stands for four tokens, so the onset is only the next best guess."""
+    return int(_told(campaign, "index_topk") or campaign.get("onset_tokens") or 0)
 
 
 def _told(campaign: dict[str, Any], key: str) -> float | None:

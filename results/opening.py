@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longrecall.needles.dataset import write_parquet
 from longrecall.results import run_folder
-from longrecall.results.plan import CampaignError, Plan
+from longrecall.results.plan import ASKED_BY, CampaignError, Plan
 from longrecall.results.schema import Campaign
 from longrecall.runners.patchset import read_diffs
 from longrecall.runners.schema import Build
@@ -86,10 +86,8 @@ def unfinished(runs_dir: Path, key: str) -> Path | None:
 
 
 # The recipe is not among them: its name may be another path to the same file, and the suite's hash says what it made.
-_FIXED = (
-    "seed", "rungs", "n_conversations", "block_size", "arms", "repeats", "max_tokens", "concurrency",
-    "gold_logprobs", "stop_early", "whole_replies", "template_args", "verdict", "onset_tokens",
-)  # fmt: skip
+# The recipe is not among them: its name may be another path to the same file, and the suite's hash says what it made.
+_FIXED = (*ASKED_BY, "rungs", "n_conversations", "template_args", "verdict", "onset_tokens")
 
 
 def _differences(stored: Campaign, planned: Campaign) -> list[str]:

@@ -266,20 +266,19 @@ def _shuffled(ids: list[str], seed: int) -> tuple[str, ...]:
     return tuple(ids)
 
 
+ASKED_BY = (
+    "seed", "block_size", "max_tokens", "repeats", "arms", "concurrency", "gold_logprobs", "stop_early",
+    "whole_replies",
+)  # fmt: skip
+"""Options, and fields of the campaign, that decide what is asked beside patchset, builds, suite and template_args."""
+
+
 def plan_key(patchset: PatchSet, builds: Sequence[Build], suite: str, options: Options) -> str:
     what = {
         "patchset": content_hash(patchset),
         "builds": [asdict(build) for build in builds],
         "suite": suite,
-        "seed": options.seed,
-        "block_size": options.block_size,
-        "max_tokens": options.max_tokens,
-        "repeats": options.repeats,
-        "arms": options.arms,
-        "concurrency": options.concurrency,
-        "gold_logprobs": options.gold_logprobs,
-        "stop_early": options.stop_early,
-        "whole_replies": options.whole_replies,
+        **{name: getattr(options, name) for name in ASKED_BY},
     }
     if options.template_args:
         what["template_args"] = dict(options.template_args)

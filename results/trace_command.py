@@ -10,14 +10,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(help="Read a serving engine's source without running it.", no_args_is_help=True)
 

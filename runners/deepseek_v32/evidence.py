@@ -38,6 +38,7 @@ from longrecall.runners.deepseek_v32.agree import at_least_one, prompts
 from longrecall.runners.deepseek_v32.export import load
 from longrecall.runners.deepseek_v32.model import V32Model, rope_of
 from longrecall.runners.diffs import with_diffs
+from longrecall.runners.reference.evidence import observation
 
 FP8 = "base (fp8)"
 LOWEST = "topk-lowest"
@@ -93,9 +94,9 @@ def chosen(activations: Activations, name: str) -> Tensor:
     return picks[picks >= 0].long()
 
 
-def measured(activations: Activations, name: str) -> tuple[float, float, float]:
-    """Kept of one query's attention, on the value and of all, and of base's selection."""
-    picks, base = chosen(activations, name), chosen(activations, FP8)
+def measured(activations: Activations, name: str, base: Tensor) -> tuple[float, float, float]:
+    """Kept of one query's attention, on the value and of all, and of base's selection `base`."""
+    picks = chosen(activations, name)
     assert activations.needles is not None and activations.attention is not None
     places, attention = activations.needles[0].long(), activations.attention[0]
     kept = attention[places[torch.isin(places, picks)]].sum() / attention[places].sum()
@@ -122,7 +123,9 @@ def routed_scaling(run: Path, source: SourceTree) -> Rows:
         rows[patch.patch_id] = []
         if counts is not None and (counts == (1,) or 1 not in counts):
             said = f"routed scaling factor to the power of {' or '.join(map(str, counts))} in the patched source"
-            rows[patch.patch_id].append(_row(patch.patch_id, "scale_exponent", float(counts != (1,)), 0.01, 1, said))
+            rows[patch.patch_id].append(
+                observation(patch.patch_id, "scale_exponent", float(counts != (1,)), 0.01, 1, said)
+            )
     return rows
 
 
@@ -136,16 +139,9 @@ def write_observations(run: Path, rows: Rows, kept: Mapping[str, Sequence[float]
             lost = [1.0 - share for share in kept[patch]]
             mean, error = statistics.mean(lost), statistics.stdev(lost) / len(lost) ** 0.5
             said = f"{100 * mean:.1f} % of base's selection is lost on {detail}"
-            found = [*found, _row(patch, "selection_shift", mean, max(error, 0.002), len(lost), said)]
+            found = [*found, observation(patch, "selection_shift", mean, max(error, 0.002), len(lost), said)]
         if found:
             write_text(run / f"evidence-{patch}.json", json.dumps(found, indent=1) + "\n")
-
-
-def _row(patch: str, feature: str, estimate: float, stderr: float, n: int, detail: str) -> dict[str, Any]:
-    return {
-        "patch": patch, "feature": feature, "estimate": estimate, "stderr": stderr, "n": n, "source": "in-process",
-        "detail": detail,
-    }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,8 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for ids, gold in rows:
             layers = captured(model, ids, gold, device)
             on_value.append([float(a.attention[0, a.needles[0].long()].sum()) for a in layers])  # type: ignore[index]
+            bases = [chosen(a, FP8) for a in layers]
             for name in PIPELINES:
-                table[name].append([measured(a, name) for a in layers])
+                table[name].append([measured(a, name, base) for a, base in zip(layers, bases, strict=True)])
                 kept[name].append(statistics.mean(cell[2] for cell in table[name][-1]))
             by_chance.append(min(1.0, model.config.index_topk / len(ids)))
         value = torch.tensor(on_value).mean(0)

@@ -247,7 +247,9 @@ def rows_of(
     shifts = {name: _relative(own[name], base[name]) for name in base if name.startswith("mix")}
     where = max(shifts, key=lambda name: shifts[name])
     worst, what = shifts[where], where.rpartition(".")[2]
-    made.append(_row(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e} ({what})"))
+    made.append(
+        observation(patch, "mhc_shift", min(worst, 1.0), 0.002, len(shifts), f"mixing moves by {worst:.1e} ({what})")
+    )
     made.append(_selection_row(patch, base, own, config.index_topk))
     apart = {
         n: tuple(float(x.mean()) for x in (own[f"decode{n}"], base[f"decode{n}"], own[f"packed{n}"])) for n in DECODE_AT
@@ -255,10 +257,14 @@ def rows_of(
     told = ", ".join(f"{a:.3f} at {n} tokens (base {b:.3f}, repacked {c:.3f})" for n, (a, b, c) in apart.items())
     excess = max(max(a - 2 * max(b, c), 0.0) for a, b, c in apart.values())
     made.append(
-        _row(patch, "decode_shift", excess, 0.02, len(DECODE_AT) * DECODE_STEPS, f"prefill and decode apart by {told}")
+        observation(
+            patch, "decode_shift", excess, 0.02, len(DECODE_AT) * DECODE_STEPS, f"prefill and decode apart by {told}"
+        )
     )
     moved = _relative(own["kv"], base["kv"])
-    made.append(_row(patch, "kv_shift", min(moved, 1.0), 0.002, own["kv"].shape[1], f"stored rows move by {moved:.1e}"))
+    made.append(
+        observation(patch, "kv_shift", min(moved, 1.0), 0.002, own["kv"].shape[1], f"stored rows move by {moved:.1e}")
+    )
     return made
 
 
@@ -275,7 +281,7 @@ def _exponent_row(
             told.append(f"{kind} layers {exponent.value:.3f}")
             off = max(off, abs(exponent.value - 1.0))
             error = max(error, exponent.stderr or 0.0)
-    return _row(patch, "scale_exponent", min(off, 1.0), error, len(read), f"exponent {', '.join(told)}")
+    return observation(patch, "scale_exponent", min(off, 1.0), error, len(read), f"exponent {', '.join(told)}")
 
 
 def _selection_row(patch: str, base: Mapping[str, Tensor], own: Mapping[str, Tensor], topk: int) -> dict[str, object]:
@@ -292,7 +298,7 @@ def _selection_row(patch: str, base: Mapping[str, Tensor], own: Mapping[str, Ten
     detail = (
         f"{100 * change:.0f} % of the base's selection is lost on its own inputs ({100 * by_chance:.0f} % by chance)"
     )
-    return _row(patch, "selection_shift", change, 0.02, len(lost), detail)
+    return observation(patch, "selection_shift", change, 0.02, len(lost), detail)
 
 
 def _relative(own: Tensor, base: Tensor) -> float:
@@ -301,7 +307,8 @@ def _relative(own: Tensor, base: Tensor) -> float:
     return float((own - base).norm() / base.norm())
 
 
-def _row(patch: str, feature: str, estimate: float, stderr: float, n: int, detail: str) -> dict[str, object]:
+def observation(patch: str, feature: str, estimate: float, stderr: float, n: int, detail: str) -> dict[str, object]:
+    """What was measured in-process, as `longrecall attribute --evidence` reads it."""
     value = estimate if math.isfinite(estimate) else 1.0
     return {
         "patch": patch, "feature": feature, "estimate": value, "stderr": stderr, "n": n, "source": "in-process",

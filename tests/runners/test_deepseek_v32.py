@@ -397,12 +397,15 @@ def test_evidence_replays_what_a_prompt_leaves_in_the_indexers(folder: Path) -> 
     ids = torch.randint(8, TINY.vocab_size, (90,)).tolist()
     layers = evidence.captured(model, ids, ids[30], torch.device("cpu"))
     assert len(layers) == TINY.num_hidden_layers and layers[0].keys.shape == (90, 16)
-    exact = evidence.measured(layers[0], "exact")
+    base = evidence.chosen(layers[0], evidence.FP8)
+    exact = evidence.measured(layers[0], "exact", base)
     assert 0 <= exact[0] <= 1 + 1e-5 and 0 < exact[1] <= 1 + 1e-5 and exact[2] > 0.8
-    assert evidence.measured(layers[0], evidence.FP8)[2] == 1
+    assert evidence.measured(layers[0], evidence.FP8, base)[2] == 1
     lowest = evidence.chosen(layers[0], evidence.LOWEST)
     assert len(lowest) == TINY.index_topk and len(set(lowest.tolist())) == TINY.index_topk
-    assert evidence.measured(layers[0], evidence.LOWEST)[2] == pytest.approx(max(0, 2 - 90 / TINY.index_topk), abs=0.1)
+    assert evidence.measured(layers[0], evidence.LOWEST, base)[2] == pytest.approx(
+        max(0, 2 - 90 / TINY.index_topk), abs=0.1
+    )
 
 
 def test_a_runs_log_probabilities_are_held_against_torchs(folder: Path) -> None:
